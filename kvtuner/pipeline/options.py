@@ -295,6 +295,14 @@ def check_options(options: object) -> None:
                 raise OptionError(f"{item.name} {error}") from error
 
 
+def read_texts(options: object) -> None:
+    """Read values that from Python arrive as the flag's text, such as ``80GiB``."""
+    for item in _fields(type(options)):
+        value, read = getattr(options, item.name), item.metadata.get("type")
+        if read and isinstance(value, str):
+            object.__setattr__(options, item.name, read(value))
+
+
 def _fields(kind: Any) -> tuple[Field[Any], ...]:
     return fields(kind)
 

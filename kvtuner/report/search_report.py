@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kvtuner.report.plots.tokens_that_fit import FittedMemory
     from kvtuner.report.search_data import OffsetQuality, ReportData, SensitivityRow
 
 _SUMMARY: Final = (
@@ -27,8 +28,10 @@ _SUMMARY: Final = (
 )
 
 
-def write_search_report(data: ReportData, folder: Path) -> Path:
+def write_search_report(data: ReportData, folder: Path, fit: FittedMemory | None = None) -> Path:
     """Write the page, which needs nothing else, and beside it pictures as PNG files; returns the path of the page.
+
+    It shows what fits as `fit` says, or the memory that follows from the search where that is None.
 
     Raises:
         RunFolderError: The disk is full or the folder cannot be written.
@@ -38,25 +41,25 @@ def write_search_report(data: ReportData, folder: Path) -> Path:
     for name, draw in PICTURES.items():
         write_atomically(folder / f"{name}.png", draw(data))
     page = folder / "report.html"
-    write_atomically(page, search_page(data).encode(errors="replace"))
+    write_atomically(page, search_page(data, fit).encode(errors="replace"))
     return page
 
 
-def search_page(data: ReportData) -> str:
-    """The page, with drawings of what was measured."""
+def search_page(data: ReportData, fit: FittedMemory | None = None) -> str:
+    """The page, with drawings of what was measured, and of what fits."""
     from kvtuner.report.html_page import render
     from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, least_width
     from kvtuner.report.plots.drawing import drawn
     from kvtuner.report.plots.kl_by_bits import kl_by_bits, search_points
     from kvtuner.report.plots.kl_near_winner import kl_near_winner
     from kvtuner.report.plots.score_cells import sensitivity_cells, uniform_cells
-    from kvtuner.report.plots.tokens_that_fit import FittingRequests, tokens_that_fit
+    from kvtuner.report.plots.tokens_that_fit import FittedMemory, tokens_that_fit
     from kvtuner.report.plots.trial_history import trial_history
 
-    points = search_points(data)
+    points, fit = search_points(data), fit or FittedMemory.of(data)
     drawings = {
         "bits": drawn(partial(bits_over_sensitivity, data)),
-        "fit": drawn(partial(tokens_that_fit, data)),
+        "fit": drawn(partial(tokens_that_fit, fit)),
         "kl": drawn(partial(kl_near_winner, data.quality[0])) if data.quality else None,
         "front": drawn(partial(kl_by_bits, points)) if points else None,
         "sensitivity": drawn(partial(sensitivity_cells, data)) if data.sensitivity else None,
@@ -71,8 +74,7 @@ def search_page(data: ReportData) -> str:
         level=_level(data),
         drawings=drawings,
         least_width=least_width(data),
-        fitting=FittingRequests.of(data),
-        rank=rank_text(data.budget.tp_size, data.budget.pp_size),
+        fit=fit,
         qualities=[(quality, _quality_table(quality, _level(data))) for quality in data.quality],
         tables=_page_tables(data),
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command, add_profile, add_switch
+from kvtuner.cli.command import Command, add_options, add_profile, add_switch
+from kvtuner.pipeline.options import options_from
+from kvtuner.pipeline.planning.fit_options import FitOptions
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -14,9 +17,16 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.report.layer_strip import Terminal
+    from kvtuner.report.plots.tokens_that_fit import FittedMemory
+    from kvtuner.report.search_data import ReportData
+
+REPORT_FOLDER: Final = "report"
+"""The beginning of the names of the folders that hold the reports of a run of several budgets."""
 
 
 def _report(args: Namespace) -> int:
+    options = options_from(FitOptions, vars(args))
     from kvtuner.report.layer_strip import Terminal
     from kvtuner.report.search_data import DATA_FILE, ReportData
     from kvtuner.report.search_report import summary_json, write_search_report
@@ -26,13 +36,34 @@ def _report(args: Namespace) -> int:
     results = []
     for folder in _report_folders(Path(args.folder)):
         data = ReportData.from_json(RunFolder(folder).read_checked(DATA_FILE))
-        page = write_search_report(data, folder)
-        results.append({"report": str(page), **summary_json(data)})
+        fit = _fit(options, data, folder, Path(args.folder))
+        page = write_search_report(data, folder, fit)
+        fits = {} if fit is None else {"fit": fit.to_json()}
+        results.append({"report": str(page), **summary_json(data), **fits})
         if not args.json:
-            print(f"{search_text(data, Terminal.of_stdout(), verbose=args.verbose)}\n\nreport: {page}")
+            terminal = Terminal.of_stdout()
+            parts = [search_text(data, terminal, verbose=args.verbose), *_fit_text(fit, terminal), f"report: {page}"]
+            print("\n\n".join(parts))
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1))
     return 0
+
+
+def _fit(options: FitOptions, data: ReportData, folder: Path, run: Path) -> FittedMemory | None:
+    """What fits the GPUs of the options; None where none are given."""
+    if not options.is_asked:
+        return None
+    from kvtuner.pipeline.planning.report_fit import gpu_fit
+
+    suffix = "" if folder == run else folder.name.removeprefix(REPORT_FOLDER)
+    return gpu_fit(options, data, run / f"profile{suffix}.json")
+
+
+def _fit_text(fit: FittedMemory | None, terminal: Terminal) -> list[str]:
+    if fit is None:
+        return []
+    caption = textwrap.wrap(f"What fits{fit.caption}.", terminal.width, break_on_hyphens=False)
+    return ["\n".join([*caption, "", *fit.table().lines(terminal.width)])]
 
 
 def _report_folders(path: Path) -> list[Path]:
@@ -40,7 +71,8 @@ def _report_folders(path: Path) -> list[Path]:
     from kvtuner.errors import RunFolderError
     from kvtuner.report.search_data import DATA_FILE
 
-    folders = [file.parent for file in (path / DATA_FILE, *sorted(path.glob(f"report-*/{DATA_FILE}"))) if file.exists()]
+    files = [path / DATA_FILE, *sorted(path.glob(f"{REPORT_FOLDER}-*/{DATA_FILE}"))]
+    folders = [file.parent for file in files if file.exists()]
     if not folders:
         raise RunFolderError(f"{path} holds no {DATA_FILE}; run kvtuner search --out {path} to its end first")
     return folders
@@ -123,6 +155,7 @@ def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:
 def _add_report_flags(parser: ArgumentParser) -> None:
     parser.add_argument("folder", help="run folder")
     add_switch(parser, "--verbose", "print all baselines, at small and at large positions too")
+    add_options(parser, FitOptions)
 
 
 def _add_show_flags(parser: ArgumentParser) -> None:

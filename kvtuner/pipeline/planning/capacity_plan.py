@@ -23,6 +23,8 @@ from kvtuner.precision import MIB, ExactWindow
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.calibration.quantization_options import QuantizationOptions
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -135,7 +137,21 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     )  # fmt: skip
     shape = read_shape(source)
     weights = served_weights(source, shape, options.weights)
-    quant = calibration_options(search.measurement, shape).quant
+    schemes = planned_sizes(options, shape, calibration_options(search.measurement, shape).quant, weights)
+    rows = schemes.rows(options.budgets)
+    advice = _advice(schemes, rows, options)
+    cost = None
+    if advice.budgets:
+        searched = options.search_options(*advice.budgets)
+        gpu = None if options.gpu is None else find_gpu(options.gpu)
+        cost = search_cost(searched, source, shape, weights_bytes=weights.stored_bytes, gpu=gpu)
+    return CapacityPlan(options, shape, weights, schemes.server, rows, advice, cost)
+
+
+def planned_sizes(
+    options: PlanOptions, shape: ModelShape, quant: QuantizationOptions, weights: ServedWeights
+) -> SchemeSizes:
+    """The sizes of all schemes on the GPUs of a plan; `ServingError` where the weights do not fit."""
     gpu = None if options.gpu is None else find_gpu(options.gpu)
     memory_mib = gpu.memory_mib if options.memory is None and gpu else (options.memory or 0) // MIB
     server = ServerMemory(
@@ -146,16 +162,10 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         pp_size=options.pp_size,
         max_running_requests=options.concurrency,
     )
-    schemes = SchemeSizes(shape, quant, server)
+    sizes = SchemeSizes(shape, quant, server)
     if server.pool_bytes <= 0:
-        raise ServingError(_no_room(schemes, server, options))
-    rows = schemes.rows(options.budgets)
-    advice = _advice(schemes, rows, options)
-    cost = None
-    if advice.budgets:
-        searched = options.search_options(*advice.budgets)
-        cost = search_cost(searched, source, shape, weights_bytes=weights.stored_bytes, gpu=gpu)
-    return CapacityPlan(options, shape, weights, server, rows, advice, cost)
+        raise ServingError(_no_room(sizes, server, options))
+    return sizes
 
 
 def _advice(sizes: SchemeSizes, rows: Sequence[SchemeCapacity], options: PlanOptions) -> Advice:

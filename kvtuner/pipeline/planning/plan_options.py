@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from kvtuner.errors import OptionError
@@ -14,6 +14,7 @@ from kvtuner.pipeline.options import (
     SearchOptions,
     check_options,
     option,
+    read_texts,
 )
 from kvtuner.pipeline.planning.gpus import gpu_name
 from kvtuner.precision import GIB, MAX_RESIDUAL_LENGTH, MAX_SINKS
@@ -75,11 +76,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        # From Python texts arrive as they are.
-        for item in fields(self):
-            value, read = getattr(self, item.name), item.metadata.get("type")
-            if read and isinstance(value, str):
-                object.__setattr__(self, item.name, read(value))
+        read_texts(self)
         if self.gpu is None and self.memory is None:
             raise OptionError("give --gpu, such as H100, or --memory, such as 80GiB")
         if self.memory is not None and self.memory < GIB:

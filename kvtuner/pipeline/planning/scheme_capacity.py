@@ -10,7 +10,7 @@ from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
 from kvtuner.pipeline.stages.search_run import serving_ranks
-from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, copy_bytes
+from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.planning.server_memory import ServerMemory
     from kvtuner.search_spaces.budget import Constraint
 
-SchemeKind = Literal["bf16", "fp8", "uniform", "budget"]
+SchemeKind = Literal["bf16", "fp8", "uniform", "budget", "profile"]
 _NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 
 
@@ -53,8 +53,8 @@ class SchemeSizes:
     def __init__(self, shape: ModelShape, quant: QuantizationOptions, server: ServerMemory) -> None:
         self.shape, self.quant, self.server = shape, quant, server
         self.ranks = serving_ranks(quant, shape, tp_size=server.tp_size, pp_size=server.pp_size)
-        rows, self.num_layers = self.ranks.shape, shape.geometry.num_layers
-        self._copies_of_layer = quant.window.num_tokens * copy_bytes(SMALLEST_PAIR, rows.pair_bytes(_NATIVE))
+        rows = self.ranks.shape
+        self._copies_of_layer = self._copies([SMALLEST_PAIR])
         self.channels = rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
 
     def serving(self, **changes: int) -> SchemeSizes:
@@ -63,11 +63,20 @@ class SchemeSizes:
 
     def rows(self, budgets: Sequence[str]) -> tuple[SchemeCapacity, ...]:
         """The capacity of every scheme, and of every budget."""
-        bf16, fp8 = self.ranks.shape.pair_bytes(_NATIVE), self.channels
-        exact = (self._row(REFERENCE, REFERENCE, bf16), self._row(FP8, FP8, fp8))
         pairs = uniform_pairs(self.quant.widths)
         uniforms = (self._row(str(pair), "uniform", self.ranks.shape.pair_bytes(pair)) for pair in pairs)
-        return (*exact, *uniforms, *(self.budget_row(Budget.parse(text)) for text in budgets))
+        return (*self.sglang_rows(), *uniforms, *(self.budget_row(Budget.parse(text)) for text in budgets))
+
+    def sglang_rows(self) -> tuple[SchemeCapacity, SchemeCapacity]:
+        """The capacity of bf16 and of fp8, which SGLang has by itself."""
+        bf16 = self._row(REFERENCE, REFERENCE, self.ranks.shape.pair_bytes(_NATIVE))
+        return bf16, self._row(FP8, FP8, self.channels)
+
+    def pairs_row(self, name: str, pairs: Sequence[PrecisionPair]) -> SchemeCapacity:
+        """The capacity of a profile that has these pairs, one for each layer."""
+        stages = [bytes_per_token(pairs[layers.start : layers.stop], self.ranks.shape) for layers in self.ranks.stages]
+        copies = [self._copies(pairs[layers.start : layers.stop]) for layers in self.ranks.stages]
+        return self._capacity(name, "profile", stages, copies)
 
     def budget_row(self, budget: Budget) -> SchemeCapacity:
         """The capacity of the most that a budget allows."""
@@ -77,7 +86,7 @@ class SchemeSizes:
         is_exact = all(
             num_bytes >= len(layers) * native for num_bytes, layers in zip(stages, self.ranks.stages, strict=True)
         )
-        return self._capacity(budget.text, "budget", stages, has_copies=not is_exact)
+        return self._capacity(budget.text, "budget", stages, self._stage_copies(has_copies=not is_exact))
 
     def constraint(self, budget: Budget) -> Constraint:
         """A budget as a constraint on these ranks."""
@@ -116,14 +125,22 @@ class SchemeSizes:
 
     def _row(self, name: str, kind: SchemeKind, layer_bytes: int) -> SchemeCapacity:
         stages = [len(layers) * layer_bytes for layers in self.ranks.stages]
-        return self._capacity(name, kind, stages, has_copies=kind == "uniform")
+        return self._capacity(name, kind, stages, self._stage_copies(has_copies=kind == "uniform"))
 
-    def _capacity(self, name: str, kind: SchemeKind, stages: Sequence[int], *, has_copies: bool) -> SchemeCapacity:
-        """The capacity by the bytes that a token takes in each pipeline stage; the fullest limits all."""
-        copies = self._copies_of_layer * has_copies
+    def _copies(self, pairs: Sequence[PrecisionPair]) -> int:
+        """The bytes of a request's exact copies in layers of these pairs on one rank."""
+        native = self.ranks.shape.pair_bytes(_NATIVE)
+        return self.quant.window.num_tokens * sum(copy_bytes(pair, native) for pair in pairs)
+
+    def _stage_copies(self, *, has_copies: bool) -> list[int]:
+        """The bytes of a request's exact copies in each pipeline stage, where all layers have some or none has."""
+        return [self._copies_of_layer * has_copies * len(layers) for layers in self.ranks.stages]
+
+    def _capacity(self, name: str, kind: SchemeKind, stages: Sequence[int], copies: Sequence[int]) -> SchemeCapacity:
+        """The capacity by the bytes of a token, and of a request's copies, in each stage; the fullest limits all."""
         costs = [
-            CacheCost(rank_bytes, copies * len(layers), sum(stages), copies * self.num_layers)
-            for rank_bytes, layers in zip(stages, self.ranks.stages, strict=True)
+            CacheCost(rank_bytes, rank_copies, sum(stages), sum(copies))
+            for rank_bytes, rank_copies in zip(stages, copies, strict=True)
         ]
         tokens = [self.server.tokens(cost) for cost in costs]
         # Of stages that hold as much, the last has the most layers.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import BudgetError
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
@@ -11,6 +11,8 @@ from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.precision import GIB, tokens_per_gib
 from kvtuner.report.formatting import WINDOW_CONTEXTS, context_name, count
 from kvtuner.report.plots.drawing import CHARACTER, Drawing
+from kvtuner.report.search_data import rank_text
+from kvtuner.report.table import Table
 from kvtuner.search_spaces.budget import Budget
 
 if TYPE_CHECKING:
@@ -23,6 +25,67 @@ _LEAST_REQUESTS: Final = 4
 _ROW: Final = 24.0
 _HEADINGS: Final = 34.0
 _COUNT_COLUMN: Final = 66.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeFit:
+    """The tokens of a scheme that fit, and its requests of every context; None where their bytes are not known."""
+
+    name: str
+    bytes_per_token: int
+    tokens: int
+    requests: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMemory:
+    """What fits some memory by each scheme.
+
+    Attributes:
+        heading: The unit of the bars, such as ``tokens per GiB``.
+        contexts: The tokens of a request, ascending.
+        schemes: The schemes bf16, fp8 where it is known, and the profile.
+        caption: The memory, after ``What fits``; without a full stop.
+    """
+
+    heading: str
+    contexts: tuple[int, ...]
+    schemes: tuple[SchemeFit, ...]
+    caption: str
+
+    @classmethod
+    def of(cls, data: ReportData) -> FittedMemory:
+        """What fits the memory of `FittingRequests`, weights aside."""
+        fitting, budget = FittingRequests.of(data), data.budget
+        memory_bytes = round(fitting.memory_gib * GIB)
+        schemes = tuple(
+            SchemeFit(
+                scheme.name,
+                scheme.bytes_per_token,
+                tokens_per_gib(scheme.bytes_per_token),
+                tuple(scheme.requests(memory_bytes, context) for context in fitting.contexts),
+            )
+            for scheme in stored_schemes(data)
+        )
+        rank = rank_text(budget.tp_size, budget.pp_size)
+        copies = ", with their exact copies" if budget.window_bytes else ""
+        caption = (
+            f"{rank}: tokens in 1 GiB, and requests in {fitting.memory_gib:g} GiB{copies}. For a GPU's memory beside"
+            " the weights: kvtuner report --gpu NAME"
+        )
+        return cls("tokens per GiB", fitting.contexts, schemes, caption)
+
+    def table(self) -> Table:
+        """The same figures as a table."""
+        headers = ("", "bytes/token", self.heading, *(f"requests of {context_name(n)}" for n in self.contexts))
+        rows = [
+            (row.name, count(row.bytes_per_token), count(row.tokens), *map(count, row.requests)) for row in self.schemes
+        ]
+        return Table(headers, rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain JSON values."""
+        return {"contexts": list(self.contexts), "schemes": [asdict(row) for row in self.schemes]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +129,12 @@ class FittingRequests:
         return cls(1 << (-(-wanted // GIB) - 1).bit_length(), contexts)
 
 
+def requested_context(data: ReportData) -> int | None:
+    """The tokens of a request by the budget, or else the served context; None where neither is known."""
+    asked = _asked_requests(data.budget.asked)
+    return data.budget.context_length if asked is None else asked.contexts[-1]
+
+
 def stored_schemes(data: ReportData) -> list[StoredScheme]:
     """The schemes bf16, fp8 where it was measured, and the profile."""
     budget = data.budget
@@ -78,40 +147,36 @@ def stored_schemes(data: ReportData) -> list[StoredScheme]:
     ]
 
 
-def tokens_that_fit(data: ReportData, width: float) -> Drawing:
-    """Bars of tokens per GiB, and requests that fit into the memory of `FittingRequests`."""
-    schemes, fitting = stored_schemes(data), FittingRequests.of(data)
-    most = max(tokens_per_gib(scheme.bytes_per_token) for scheme in schemes)
-    start, bars_end = 8 * CHARACTER, width - _COUNT_COLUMN * len(fitting.contexts)
+def tokens_that_fit(fit: FittedMemory, width: float) -> Drawing:
+    """Bars of the tokens that fit, and the requests of every context beside them."""
+    most = max(1, *(scheme.tokens for scheme in fit.schemes))
+    start, bars_end = 8 * CHARACTER, width - _COUNT_COLUMN * len(fit.contexts)
     room = bars_end - start - 11 * CHARACTER
-    drawing = Drawing(width, _fit_text(schemes, fitting), _HEADINGS)
-    drawing.write(start, 24, "tokens per GiB", "soft")
-    ends = [bars_end + _COUNT_COLUMN * (index + 1) for index in range(len(fitting.contexts))]
-    for context, end in zip(fitting.contexts, ends, strict=True):
+    drawing = Drawing(width, _fit_text(fit), _HEADINGS)
+    drawing.write(start, 24, fit.heading, "soft")
+    ends = [bars_end + _COUNT_COLUMN * (index + 1) for index in range(len(fit.contexts))]
+    for context, end in zip(fit.contexts, ends, strict=True):
         drawing.write(end, 8, "requests", "soft", anchor="end")
         drawing.write(end, 24, f"of {context_name(context)}", "soft", anchor="end")
-    for scheme in schemes:
-        middle, tokens = drawing.height + _ROW / 2, tokens_per_gib(scheme.bytes_per_token)
-        look = "winner" if scheme is schemes[-1] else "other"
+    for scheme in fit.schemes:
+        middle, length = drawing.height + _ROW / 2, room * scheme.tokens / most
+        look = "winner" if scheme is fit.schemes[-1] else "other"
         title = f"{scheme.name}: {count(scheme.bytes_per_token)} bytes per token"
         drawing.write(0, middle, scheme.name, "strong" if look == "winner" else "", title=title)
-        drawing.rect(start, middle - 8, max(room * tokens / most, 1.0), 16, f"bar {look}", title)
-        drawing.write(start + room * tokens / most + 6, middle, count(tokens), title=title)
-        for context, end in zip(fitting.contexts, ends, strict=True):
-            fit = scheme.requests(round(fitting.memory_gib * GIB), context)
-            drawing.write(end, middle, count(fit), "strong" if look == "winner" else "", anchor="end", title=title)
+        drawing.rect(start, middle - 8, max(length, 1.0), 16, f"bar {look}", title)
+        drawing.write(start + length + 6, middle, count(scheme.tokens), title=title)
+        for requests, end in zip(scheme.requests, ends, strict=True):
+            drawing.write(end, middle, count(requests), "strong" if look == "winner" else "", anchor="end", title=title)
         drawing.height += _ROW
     return drawing
 
 
-def _fit_text(schemes: list[StoredScheme], fitting: FittingRequests) -> str:
-    texts = (f"{scheme.name} {count(tokens_per_gib(scheme.bytes_per_token))}" for scheme in schemes)
-    requests = [
-        f"{scheme.name} {count(scheme.requests(round(fitting.memory_gib * GIB), context))} of {context_name(context)}"
-        for context in fitting.contexts
-        for scheme in schemes
-    ]
-    return f"Tokens per GiB: {', '.join(texts)}. Requests in {fitting.memory_gib:g} GiB: {', '.join(requests)}"
+def _fit_text(fit: FittedMemory) -> str:
+    texts = [f"{fit.heading}: " + ", ".join(f"{scheme.name} {count(scheme.tokens)}" for scheme in fit.schemes)]
+    for place, context in enumerate(fit.contexts):
+        requests = ", ".join(f"{scheme.name} {count(scheme.requests[place])}" for scheme in fit.schemes)
+        texts.append(f"requests of {context_name(context)}: {requests}")
+    return f"What fits{fit.caption}. {'; '.join(texts)}"
 
 
 def _asked_requests(asked: str) -> FittingRequests | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.report.formatting import context_name
-from kvtuner.report.plots.tokens_that_fit import FittingRequests, stored_schemes, tokens_that_fit
+from kvtuner.report.plots.tokens_that_fit import FittedMemory, FittingRequests, stored_schemes, tokens_that_fit
 from kvtuner.report.search_data import BudgetOutcome
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_copies_of_an_exact_window_take_their_share_of_requests(make_report: Mak
 
 
 def test_bars_are_as_long_as_the_tokens_that_fit(make_report: MakeReport) -> None:
-    drawing = tokens_that_fit(make_report(4, budget=QWEN), 580)
+    drawing = tokens_that_fit(FittedMemory.of(make_report(4, budget=QWEN)), 580)
     bars = [float(mark.place["width"]) for mark in drawing.marks if mark.tag == "rect"]
     assert len(bars) == 3 and bars[-1] == pytest.approx(4 * bars[0], rel=1e-2)
     assert {"18,724", "74,898", "4", "18"} <= {mark.text for mark in drawing.marks}
