@@ -122,9 +122,7 @@ def _native_attention(_: torch.device) -> PackedAttention:
     return NativeAttention()
 
 
-register_backend(
-    AttentionBackend(cpu.BACKEND, ("cpu",), _native_attention, default_on=("cpu",), require=require_native_library)
-)
+register_backend(AttentionBackend(cpu.BACKEND, ("cpu",), _native_attention, require=require_native_library))
 register_backend(AttentionBackend("torch", ("cpu",), lambda _: TorchAttention(), default_on=("cpu",)))
 register_backend(
     AttentionBackend(
