@@ -90,7 +90,6 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    attention_backends._say_once.cache_clear()
     library.load_library.cache_clear()
     yield
     library.load_library.cache_clear()
