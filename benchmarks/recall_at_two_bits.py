@@ -79,7 +79,7 @@ def profile_of_scheme(scheme: RecallScheme, model: CalibratedModel, configuratio
     geometry, quant, loaded = run.shape.geometry, run.bench.options.quant, run.bench.loaded
     return build_profile(
         geometry=geometry,
-        layers=chosen_layers(run, configuration),
+        layers=chosen_layers(run.table, configuration),
         k_layout=quant.k_layout,
         v_layout=quant.v_layout,
         symmetric=quant.symmetric,
