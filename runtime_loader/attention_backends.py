@@ -5,7 +5,10 @@ To add one, write a module with the implementation and a row here (docs/architec
 
 from __future__ import annotations
 
+import itertools
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -36,7 +39,8 @@ class AttentionBackend:
         devices: The kinds of devices that the backend may run on, as in `torch.device.type`.
         default_on: The kinds of devices that take the backend where the variable names none.
         make: The factory, which imports the implementation and raises ServingError where it cannot run.
-        require: A check that raises ServingError on a machine that lacks what the backend needs.
+        require: A check that raises ServingError on a machine that lacks what the backend needs. Where nobody named
+            the backend, the next one that is a default there takes its place.
         make_mover: The factory of what moves pages to the host tier, for layers that this backend serves.
     """
 
@@ -48,6 +52,7 @@ class AttentionBackend:
     make_mover: MakeMover = TorchMover
 
 
+logger: Final = logging.getLogger("kvtuner")
 _BACKENDS: Final[dict[str, AttentionBackend]] = {}
 
 
@@ -60,12 +65,36 @@ def register_backend(backend: AttentionBackend) -> None:
 def backend_for(device: torch.device, name: str | None = None) -> AttentionBackend:
     """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there."""
     if name is None:
-        name = next((row.name for row in _BACKENDS.values() if device.type in row.default_on), None)
-    backend = _BACKENDS.get(name) if name else None
+        return _default_backend(device)
+    backend = _BACKENDS.get(name)
     if backend is None or device.type not in backend.devices:
-        raise ServingError(f"{BACKEND_VARIABLE}={name} is no implementation of attention on {device}; unset it")
+        raise _no_backend(device, name)
     backend.require()
     return backend
+
+
+def _default_backend(device: torch.device) -> AttentionBackend:
+    rows = [row for row in _BACKENDS.values() if device.type in row.default_on]
+    if not rows:
+        raise _no_backend(device, None)
+    for row, following in itertools.pairwise(rows):
+        try:
+            row.require()
+        except ServingError as error:
+            _say_once(f"kvtuner: attention is {following.name} and not {row.name}: {error}")
+        else:
+            return row
+    rows[-1].require()
+    return rows[-1]
+
+
+def _no_backend(device: torch.device, name: str | None) -> ServingError:
+    return ServingError(f"{BACKEND_VARIABLE}={name} is no implementation of attention on {device}; unset it")
+
+
+@cache
+def _say_once(line: str) -> None:
+    logger.warning(line)
 
 
 def _triton_attention(device: torch.device) -> PackedAttention:
@@ -93,7 +122,9 @@ def _native_attention(_: torch.device) -> PackedAttention:
     return NativeAttention()
 
 
-register_backend(AttentionBackend(cpu.BACKEND, ("cpu",), _native_attention, require=require_native_library))
+register_backend(
+    AttentionBackend(cpu.BACKEND, ("cpu",), _native_attention, default_on=("cpu",), require=require_native_library)
+)
 register_backend(AttentionBackend("torch", ("cpu",), lambda _: TorchAttention(), default_on=("cpu",)))
 register_backend(
     AttentionBackend(

@@ -90,13 +90,18 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    attention_backends._say_once.cache_clear()
     library.load_library.cache_clear()
     yield
     library.load_library.cache_clear()
 
 
-def test_without_a_compiler_torch_attends(without_compiler: None) -> None:
-    assert backend_for(CPU).name == "torch"
+def test_without_a_compiler_torch_attends_and_one_line_says_so(
+    without_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [backend_for(CPU).name for _ in range(2)] == ["torch", "torch"]
+    (line,) = caplog.messages
+    assert line.startswith("kvtuner: attention is torch and not cpu: there is no C++ compiler: install g++")
 
 
 def test_without_a_compiler_the_library_is_refused_by_name(without_compiler: None) -> None:

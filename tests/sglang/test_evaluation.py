@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     Evaluate = Callable[..., tuple[int, Json, str]]
 
 SCORED, POSITIONS = 3, 12
+EXACT, CHAOTIC = 1e-3, 1e-2
+"""Tolerances in nats of a mean over these positions. With noise of 1e-6 in keys and values some codes of 2 bits differ,
+and the transformers cache's own mean changes by up to 3e-3 (the rough profile's is 4.75, the unquantized model's 1.81).
+"""
 SCORING = ("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS))
 QUESTIONS = ("--problems", "5", "--questions", "3")
 FEW = ("--lengths", "150", *QUESTIONS)
@@ -175,7 +179,8 @@ def test_likelihoods_of_servers_are_those_of_transformers(
     for scheme, profile in (("bf16", None), ("profile", load_profile(rough)), ("K8V8", load_profile(fine))):
         log_p = exact if profile is None else log_probs(profile, ids)
         nll = -log_p.gather(-1, ids[:, -POSITIONS:, None]).mean()
-        assert means["nll_nats_per_token", scheme] == pytest.approx(float(nll), abs=1e-3)
+        tolerance = CHAOTIC if scheme == "profile" else EXACT
+        assert means["nll_nats_per_token", scheme] == pytest.approx(float(nll), abs=tolerance)
         if profile is None:
             continue
         whole = float((exact.exp() * (exact - log_p)).sum(-1).mean())
@@ -214,7 +219,7 @@ def test_hits_have_no_copies_so_that_a_server_shows_a_window_as_if_there_were_no
     assert {cell["flag"] for cell in found["cells"]} == {None}
     means, without = likelihoods(found), likelihoods(evaluate(*SCORING, *served)[1])
     for measure in ("truncated_kl_nats_per_token", "nll_nats_per_token"):
-        assert means[measure, "profile"] == pytest.approx(without[measure, "profile"], rel=1e-3)
+        assert means[measure, "profile"] == pytest.approx(without[measure, "profile"], abs=CHAOTIC)
 
 
 def test_a_server_without_a_prefix_cache_is_flagged_and_shows_no_damage(

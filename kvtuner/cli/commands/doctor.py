@@ -137,7 +137,7 @@ def _processor_attention() -> DoctorCheck:
         require_native_library()
     except KVTunerError as error:
         return DoctorCheck("processor attention", "note", f"{chosen}, which is slower: {error}")
-    return DoctorCheck("processor attention", "note", f"{chosen}; {BACKEND_VARIABLE}={BACKEND} runs here too")
+    return DoctorCheck("processor attention", "note", f"{chosen}, by {BACKEND_VARIABLE}; {BACKEND} runs here too")
 
 
 def _disk() -> DoctorCheck:
