@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from kvtuner.precision import FITTED_BITS, check_fitted_group
 from kvtuner.quant import hadamard_block, saturated
 from kvtuner.runtime_loader.cpu import BACKEND
 from kvtuner.runtime_loader.cpu.library import load_library, parallel_function, runnable_sets
+from kvtuner.runtime_loader.cpu.spans import Chunk, Spans, decode_spans, split_by_window
 from kvtuner.runtime_loader.cpu.structures import (
     NUMBERS,
     AttendJob,
@@ -40,28 +42,20 @@ _FAILURES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
-    """The tokens and the queries of each request, int64 [requests + 1], and token slots; None where they are rows."""
-
-    tokens: Tensor
-    queries: Tensor
-    slots: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Attended:
     """Attention over a part of the tokens: float32 [queries, num_heads, channels], and the logarithm of its weights."""
 
     output: Tensor
     lse: Tensor
 
-    def merged(self, other: _Attended) -> Tensor:
+    def merged(self, other: _Attended) -> _Attended:
         """Attention over this part and another."""
         top = torch.maximum(self.lse, other.lse)
         top = top.masked_fill(top == -torch.inf, 0.0)
         one, two = (torch.exp(part.lse - top).unsqueeze(-1) for part in (self, other))
-        total = (one + two).masked_fill((one + two) == 0, 1.0)
-        return (self.output * one + other.output * two) / total
+        total = one + two
+        output = (self.output * one + other.output * two) / total.masked_fill(total == 0, 1.0)
+        return _Attended(output, top + total.log().squeeze(-1))
 
 
 class NativeAttention:
@@ -116,17 +110,16 @@ class NativeAttention:
         out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
-        queries = torch.arange(len(q) + 1)
-        spans = _Spans(_bounds(indptr, len(q)), queries, slots.to(torch.int64).contiguous())
+        spans = decode_spans(indptr, slots, len(q))
         if window is None:
             output = values.transform.invert(self._of_rows(q, keys, values, spans, scores, scores.logit_cap > 0).output)
         else:
-            rows, copies = _split_by_window(window, spans)
+            rows, copies = split_by_window(window, spans)
             ring = window.ring
             k, v = ring.keys.flatten(0, 1), ring.values.flatten(0, 1)
             exact = self._of_states(q, k, v, copies, scores)
             of_rows = self._of_rows(q, keys, values, rows, scores, True)
-            output = _Attended(values.transform.invert(of_rows.output), of_rows.lse).merged(exact)
+            output = _Attended(values.transform.invert(of_rows.output), of_rows.lse).merged(exact).output
         return _delivered(output, q, out)
 
     def extend(
@@ -135,20 +128,21 @@ class NativeAttention:
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.extend`: attention over rows is merged with that of new tokens over one another.
 
-        Where queries of a chunk have windows of their own, which hide other tokens from each, torch attends.
+        Where copies at hand have gaps, torch attends.
         """
-        num_requests = len(bounds.tokens) - 1
-        tokens, prefix = (_bounds(each, num_requests) for each in (bounds.tokens, bounds.prefix))
-        has_prefix = bool(prefix[-1] > prefix[0])
-        if window is not None and (has_prefix or window.stored is not None):
+        reads = Chunk.of(bounds).reads(window)
+        if reads is None:
             return self._torch.extend(q, k, v, keys, values, bounds, scores, out, window)
-        fresh = self._of_states(q, k, v, _Spans(tokens, tokens, None), scores, causal=True)
-        output = fresh.output
-        if has_prefix:
-            slots = bounds.slots.to(torch.int64).contiguous()
-            part = self._of_rows(q, keys, values, _Spans(prefix, tokens, slots), scores, True)
-            output = _Attended(values.transform.invert(part.output), part.lse).merged(fresh)
-        return _delivered(output, q, out)
+        parts = [self._of_states(q, k, v, spans, scores) for spans in reads.fresh]
+        if window is not None:
+            ring, stored = window.ring, window.stored or (k, v)
+            copies = ring.keys.flatten(0, 1), ring.values.flatten(0, 1)
+            parts += [self._of_states(q, *copies, spans, scores) for spans in reads.copies]
+            parts += [self._of_states(q, *stored, spans, scores) for spans in reads.stored]
+        if reads.rows.num_tokens:
+            part = self._of_rows(q, keys, values, reads.rows, scores, True)
+            parts.append(_Attended(values.transform.invert(part.output), part.lse))
+        return _delivered(functools.reduce(_Attended.merged, parts).output, q, out)
 
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
@@ -156,7 +150,7 @@ class NativeAttention:
         """See `PackedAttention.read_prefix`: never, since `extend` reads rows in fewer bytes than they would take."""
 
     def _of_rows(
-        self, q: Tensor, keys: PackedRows, values: PackedRows, spans: _Spans, scores: ScoreScaling, shares_mean: bool
+        self, q: Tensor, keys: PackedRows, values: PackedRows, spans: Spans, scores: ScoreScaling, shares_mean: bool
     ) -> _Attended:
         """Attention over stored rows, in stored space; with the mean key's part of scores where not all share it."""
         transform, num_kv_heads = keys.transform, keys.format.num_heads
@@ -169,17 +163,15 @@ class NativeAttention:
         sides = (self._side(keys), self._side(values))
         return self._attend(queries, sides, spans, scores, bias, integers=integers)
 
-    def _of_states(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scores: ScoreScaling, *, causal: bool = False
-    ) -> _Attended:
+    def _of_states(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: ScoreScaling) -> _Attended:
         """Attention over keys and values in model space."""
         k, v = (_readable(states) for states in (k, v))
         sides = side_of_states(k, *k.shape[1:]), side_of_states(v, *v.shape[1:])
-        return self._attend(q.float(), sides, spans, scores, None, causal=causal)
+        return self._attend(q.float(), sides, spans, scores, None)
 
     def _attend(
-        self, q: Tensor, sides: tuple[RowsOfSide, RowsOfSide], spans: _Spans, scores: ScoreScaling, bias: Tensor | None,
-        *, causal: bool = False, integers: bool = False,
+        self, q: Tensor, sides: tuple[RowsOfSide, RowsOfSide], spans: Spans, scores: ScoreScaling, bias: Tensor | None,
+        *, integers: bool = False,
     ) -> _Attended:  # fmt: skip
         keys, values = sides
         num_queries, num_heads, head_dim = q.shape
@@ -190,10 +182,10 @@ class NativeAttention:
         output = torch.empty(num_queries, num_heads, values.head_dim)
         lse = torch.empty(num_queries, num_heads)
         job = AttendJob(
-            keys, values, q.data_ptr(), None if bias is None else bias.data_ptr(),
-            None if spans.slots is None else spans.slots.data_ptr(), spans.tokens.data_ptr(), spans.queries.data_ptr(),
-            output.data_ptr(), lse.data_ptr(), 0 if spans.slots is None else len(spans.slots), len(spans.tokens) - 1,
-            num_queries, num_heads // keys.num_heads, causal, integers, *_threads_of(scores),
+            keys, values, q.data_ptr(), _pointer(bias), _pointer(spans.slots), spans.tokens.data_ptr(),
+            spans.queries.data_ptr(), _pointer(spans.first), _pointer(spans.last), output.data_ptr(), lse.data_ptr(),
+            0 if spans.slots is None else len(spans.slots), len(spans.tokens) - 1, num_queries,
+            num_heads // keys.num_heads, integers, *_threads_of(scores),
         )  # fmt: skip
         _check(self._library.kvtuner_attend(ctypes.byref(job)))
         return _Attended(output, lse)
@@ -216,8 +208,8 @@ class NativeAttention:
         if is_fitted:
             check_fitted_group(side.group_size)
         job = StoreJob(
-            side, states.data_ptr(), slots.data_ptr(), None if mu is None else mu.data_ptr(),
-            None if inverse is None else inverse.data_ptr(), len(slots), states.stride(0), states.stride(1),
+            side, states.data_ptr(), slots.data_ptr(), _pointer(mu),
+            _pointer(inverse), len(slots), states.stride(0), states.stride(1),
             NUMBERS[states.dtype], block, spec.symmetric, is_fitted, float(block) ** -0.5,
         )  # fmt: skip
         threads, parallel = _threads()
@@ -243,41 +235,13 @@ class NativeAttention:
         return constants
 
 
-def _split_by_window(window: WindowReads, spans: _Spans) -> tuple[_Spans, _Spans]:
-    """The rows that the last token of each request reads, and the copies that it reads in place of others.
-
-    Copies are places of all request slots, one after the other.
-    """
-    ring, requests, slots = window.ring, window.requests.long(), spans.slots
-    assert slots is not None
-    lengths = spans.tokens.diff().unsqueeze(1)
-    positions = ring.positions[requests].long()  # [requests, places]
-    near = (positions > lengths - 1 - ring.window.residual_length) | (positions < ring.window.sinks)
-    at_hand = (positions >= 0) & (positions < lengths) & near
-    kept = torch.ones(len(slots), dtype=torch.bool)
-    kept[(spans.tokens[:-1].unsqueeze(1) + positions)[at_hand]] = False
-    num_copies = at_hand.sum(1)
-    first, last = int(spans.tokens[0]), int(spans.tokens[-1])
-    rows = _Spans(_ends(lengths.flatten() - num_copies), spans.queries, slots[first:last][kept[first:last]])
-    places = torch.arange(ring.positions.shape[1])
-    copies = requests.unsqueeze(1) * len(places) + places
-    return rows, _Spans(_ends(num_copies), spans.queries, copies[at_hand])
-
-
-def _ends(lengths: Tensor) -> Tensor:
-    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-
-
 def _readable(states: Tensor) -> Tensor:
     states = states if states.dtype in NUMBERS else states.float()
     return states if states[:1].is_contiguous() else states.contiguous()
 
 
-def _bounds(indptr: Tensor, num_requests: int) -> Tensor:
-    bounds = indptr[: num_requests + 1].to(torch.int64).contiguous()
-    if len(bounds) <= num_requests:
-        raise CacheError(f"{num_requests} requests need {num_requests + 1} bounds, but {len(bounds)} are given")
-    return bounds
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _delivered(output: Tensor, q: Tensor, out: Tensor | None) -> Tensor:

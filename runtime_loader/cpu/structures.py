@@ -38,9 +38,9 @@ class AttendJob(ctypes.Structure):
     _fields_ = (
         ("keys", RowsOfSide),
         ("values", RowsOfSide),
-        *((name, _POINTER) for name in ("q", "bias", "slots", "tokens", "queries", "out", "lse")),
+        *((name, _POINTER) for name in ("q", "bias", "slots", "tokens", "queries", "first", "last", "out", "lse")),
         *((name, _INT64) for name in ("num_slots", "num_requests", "num_queries")),
-        *((name, _INT32) for name in ("gqa", "causal", "integers", "threads")),
+        *((name, _INT32) for name in ("gqa", "integers", "threads")),
         ("scale", ctypes.c_float),
         ("logit_cap", ctypes.c_float),
         ("parallel", _POINTER),

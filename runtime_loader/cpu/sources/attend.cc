@@ -1,4 +1,5 @@
 // Attention over packed rows: checks of what was handed over, parts of the work, threads, and the merge of parts.
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -16,7 +17,9 @@ int check(const AttendJob &job) {
     if (job.tokens[0] < 0 || job.queries[0] != 0 || job.queries[job.num_requests] > job.num_queries) return BAD_SPAN;
     for (int64_t r = 0; r < job.num_requests; r++) {
         const int64_t tokens = job.tokens[r + 1] - job.tokens[r], queries = job.queries[r + 1] - job.queries[r];
-        if (tokens < 0 || queries < 0 || (job.causal && queries > tokens)) return BAD_SPAN;
+        if (tokens < 0 || queries < 0) return BAD_SPAN;
+        for (int64_t i = job.queries[r]; i < job.queries[r + 1]; i++)
+            if ((job.first && job.first[i] < 0) || (job.last && job.last[i] > tokens)) return BAD_SPAN;
     }
     const int64_t end = job.tokens[job.num_requests];
     const int64_t rows = job.keys.num_rows < job.values.num_rows ? job.keys.num_rows : job.values.num_rows;
@@ -37,7 +40,7 @@ Cut cut_of(const AttendJob &job, int64_t request, int64_t all_queries) {
     const int64_t tokens = job.tokens[request + 1] - job.tokens[request], queries = job.queries[request + 1] - job.queries[request];
     const int64_t most = MOST_ROWS / job.gqa;
     Cut cut = {most < 1 ? 1 : most < queries ? most : queries, 1, job.keys.num_heads};
-    if (queries <= FEW_QUERIES && !job.causal) cut.splits = tokens > SPLIT ? divided_up(tokens, SPLIT) : 1;
+    if (queries <= FEW_QUERIES) cut.splits = tokens > SPLIT ? divided_up(tokens, SPLIT) : 1;
     // All heads of a block in turn read rows as they lie; but each has its own part where there are few, or much to keep.
     if (cut.queries * job.gqa > 16 || (job.threads > 1 && all_queries * cut.splits < 4 * job.threads)) cut.heads = 1;
     return cut;
@@ -79,11 +82,13 @@ int64_t make_items(const AttendJob &job, Item *items, int64_t *count, int *heads
                 for (int32_t head = 0; head < job.keys.num_heads; head += cut.heads, n++) {
                     if (!items) continue;
                     const int64_t many = queries - query < cut.queries ? queries - query : cut.queries;
-                    // Under a causal mask nobody reads what comes after the last of these queries.
-                    const int64_t end = job.causal ? tokens - queries + query + many : tokens;
-                    const int64_t first = cut.splits > 1 ? split * SPLIT : 0;
-                    const int64_t last = cut.splits > 1 && first + SPLIT < end ? first + SPLIT : end;
-                    items[n] = {r, job.queries[r] + query, many, first, last,
+                    const int64_t at = job.queries[r] + query;
+                    int64_t first = cut.splits > 1 ? split * SPLIT : 0;
+                    int64_t last = cut.splits > 1 && first + SPLIT < tokens ? first + SPLIT : tokens;
+                    // Tokens before and behind those that any of these queries reads are left out.
+                    if (job.first) first = std::max(first, *std::min_element(job.first + at, job.first + at + many));
+                    if (job.last) last = std::min(last, *std::max_element(job.last + at, job.last + at + many));
+                    items[n] = {r, at, many, first, last,
                                 cut.splits > 1 ? partials + split * queries * row : -1, head, cut.heads};
                 }
         if (cut.splits > 1) partials += cut.splits * queries * row;

@@ -61,7 +61,7 @@ class Attender {
         memset(query_sum_, 0, sizeof(float) * all * k_.num_groups);
         for (int64_t i = 0; i < all; i++) top_[i] = LOWEST, total_[i] = 0;
         for (int head = 0; head < item.num_heads; head++) prepare_queries(head);
-        find_rows(item.first, item.last, k_next_, v_next_);
+        if (item.first < item.last) find_rows(item.first, item.last, k_next_, v_next_);
         for (int64_t start = item.first; start < item.last; start += BLOCK) {
             const int n = (int)(item.last - start < BLOCK ? item.last - start : BLOCK);
             const bool follows = start + BLOCK < item.last;
@@ -239,14 +239,11 @@ class Attender {
         const int64_t at = (int64_t)head * rows_ + r, query = item_->query + r / job_.gqa;
         float *scores = scores_ + g * BLOCK;
         if (job_.bias || job_.logit_cap > 0) cap(scores, query, head, r);
-        const int64_t length = job_.tokens[item_->request + 1] - job_.tokens[item_->request];
-        const int64_t visible = job_.causal ? length - (job_.queries[item_->request + 1] - query) + 1 : length;
-        const int64_t rest = visible - start;
-        const int seen = rest < n ? rest < 0 ? 0 : (int)rest : n;
+        const int before = within(job_.first ? job_.first[query] - start : 0, n), seen = within(job_.last ? job_.last[query] - start : n, n);
         F best = F{} + top_[at];
         for (int t = 0; t < BLOCK; t += LANES) {
             F x = load<F>(scores + t) * LOG2E;
-            if (t + LANES > seen) for (int i = 0; i < LANES; i++) x[i] = t + i < seen ? x[i] : LOWEST;
+            if (t + LANES > seen || t < before) for (int i = 0; i < LANES; i++) x[i] = before <= t + i && t + i < seen ? x[i] : LOWEST;
             save(scores + t, x);
             best = x > best ? x : best;
         }
@@ -254,7 +251,7 @@ class Attender {
         F whole = {};
         for (int t = 0; t < BLOCK; t += LANES) {
             F x = exp2_of(load<F>(scores + t) - top);
-            if (t + LANES > seen) for (int i = 0; i < LANES; i++) x[i] = t + i < seen ? x[i] : 0;
+            if (t + LANES > seen || t < before) for (int i = 0; i < LANES; i++) x[i] = before <= t + i && t + i < seen ? x[i] : 0;
             save(scores + t, x);
             whole += x;
         }
@@ -263,6 +260,8 @@ class Attender {
         for (int group = 0; group < v_.num_groups; group++) weigh_group(scores, at, g, group, shrink);
         return shrink;
     }
+
+    static int within(int64_t token, int n) { return token < 0 ? 0 : token < n ? (int)token : n; }
 
     void cap(float *scores, int64_t query, int head, int r) const {
         const int64_t all_heads = (int64_t)k_.side.num_heads * job_.gqa;

@@ -19,10 +19,12 @@ struct AttendJob {
     const int64_t *slots;    // token slots; null where token i is row i
     const int64_t *tokens;   // [requests + 1]: request r has tokens[r] to tokens[r + 1]
     const int64_t *queries;  // [requests + 1]: and the queries queries[r] to queries[r + 1]
+    const int64_t *first;    // [queries]: a query reads its request's tokens from this one on; null for all
+    const int64_t *last;     // [queries]: and up to this one, without it; null for all
     float *out;              // [queries, num_heads * gqa, v_head_dim] in the space of the values; zeros without tokens
     float *lse;              // [queries, num_heads * gqa]: the logarithm of the sum of weights; -infinity without tokens
     int64_t num_slots, num_requests, num_queries;
-    int32_t gqa, causal, integers, threads;  // causal: the queries are the last tokens. integers: products in int16
+    int32_t gqa, integers, threads;  // integers: products in int16
     float scale, logit_cap;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel, or null for one thread
 };

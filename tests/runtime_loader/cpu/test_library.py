@@ -55,8 +55,7 @@ def fake_compiler(folder: Path, text: str) -> Path:
 @pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 def test_of_several_processes_one_compiles(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the library is that of this user
-    load_library("generic")
-    (built, *_) = sorted(library.library_folder().glob("generic-*.so"))
+    built = load_library("generic")._name
     monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "cache"))
     monkeypatch.setenv("CXX", str(fake_compiler(own_cache, COMPILER % (own_cache / "calls", built))))
     program = "from kvtuner.runtime_loader.cpu.library import load_library; load_library('generic')"

@@ -14,7 +14,9 @@ from kvtuner.errors import CacheError, PrecisionError, ServingError
 from kvtuner.precision import ALL_BITS, ExactWindow, num_slots
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.cpu.library import compiler, runnable_sets
-from kvtuner.runtime_loader.cpu.native_attention import NativeAttention, _Spans
+from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
+from kvtuner.runtime_loader.cpu.spans import Spans
+from kvtuner.runtime_loader.exact_ring import EMPTY
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -156,12 +158,28 @@ def test_extends_read_rows_of_a_prefix_and_new_tokens_as_they_are(
 @pytest.mark.parametrize("window", [ExactWindow(8), ExactWindow(5, 3), ExactWindow(0, 4), ExactWindow(0)], ids=str)
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_requests_that_live_under_a_window(
-    native: NativeAttention, window: ExactWindow, cap: float, row_format: MakeRowFormat
+    native: NativeAttention, window: ExactWindow, cap: float, row_format: MakeRowFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(native, "_torch", None)  # the library reads all of it
     sides = formats(row_format, 2, 64, (4, 3), 1, 32)
     pool = WindowedPool(native, *sides, window, logit_cap=cap, tolerance=tolerance(native))
     live(pool)
     assert pool.num_compared > 100
+
+
+@pytest.mark.parametrize("by_cache", [False, True])
+def test_a_window_whose_copies_have_gaps(native: NativeAttention, by_cache: bool, row_format: MakeRowFormat) -> None:
+    sides = formats(row_format, 2, 64, (4, 3), 1, 32)
+    pool = WindowedPool(native, *sides, ExactWindow(8, 2), tolerance=tolerance(native))
+    request = pool.begin(1)
+    pool.extend((request, 20))
+    ring = pool.rings[0]
+    assert ring is not None
+    for gap in (0, 20):  # a sink, and one of the last eight
+        ring.positions[1, ring.places(torch.tensor([gap]))] = EMPTY
+        request.own.remove(gap)
+        pool.extend((request, 5), by_cache=by_cache)
+    assert pool.num_compared == 30
 
 
 @pytest.mark.parametrize("where", ["keys", "values", "queries"])
@@ -196,7 +214,7 @@ def test_products_are_integers_where_queries_have_16_bits(
         written(stored, torch.arange(10), 1)
     q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     by_default, *others = (NativeAttention(best.name, integer_products=integers) for integers in (None, True, False))
-    spans = _Spans(torch.tensor([0, 9]), torch.arange(2), torch.arange(9))
+    spans = Spans(torch.tensor([0, 9]), torch.arange(2), torch.arange(9))
     # Before outputs are rounded to the dtype of queries, which hides how products differ.
     parts = [native._of_rows(q, keys, values, spans, ScoreScaling(0.1), False) for native in (by_default, *others)]
     assert torch.equal(parts[0].output, parts[1].output) == (dtype == torch.bfloat16)
