@@ -28,7 +28,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     cache = KVTunerCache.from_profile(find_profile(args.profile).profile, model.config)
     inputs = tokenizer(args.prompt, return_tensors="pt")
-    with torch.no_grad():
+    with torch.no_grad(), cache.attending(model):
         ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
     print(tokenizer.decode(ids[0], skip_special_tokens=True))
     tokens = cache.get_seq_length()

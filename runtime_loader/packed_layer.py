@@ -45,6 +45,11 @@ class TokenBuffer:
 
     def append(self, rows: Tensor) -> None:
         """Append [batch, tokens, ...]; all but the tokens must be as in the first call."""
+        past = self._length
+        self.reserve(rows)[:, past : self._length] = rows.detach()
+
+    def reserve(self, rows: Tensor) -> Tensor:
+        """Make room for more tokens like these [batch, tokens, ...]; the places of all, [batch, capacity, ...]."""
         length = self._length + rows.shape[1]
         if self._data is None:
             self._data = _allocate(rows, length)
@@ -54,8 +59,8 @@ class TokenBuffer:
             # By a quarter, so that appending n tokens one by one copies O(n) in all.
             grown = capacity + max(capacity // 4, MIN_GROWTH_TOKENS)
             self._move(self._data[:, : self._length], max(length, grown))
-        self._data[:, self._length : length] = rows.detach()
         self._length = length
+        return self._data
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on; the capacity stays."""
@@ -111,6 +116,11 @@ class ExactCopies:
         self._first = first[:, :, : self.window.sinks].clone()
         self._last = last[:, :, max(last.shape[2] - kept, 0) :].clone()
         return last
+
+    @property
+    def first(self) -> Tensor | None:
+        """The copies of sinks, [batch, num_heads, tokens, head_dim]."""
+        return self._first
 
     def put_first_over(self, read: Tensor) -> None:
         """Write the copies of sinks over all tokens [batch, num_heads, tokens, head_dim] as read from rows."""
@@ -195,6 +205,25 @@ class PackedSide:
             return _with_newest(read, newest, self.copies.window.residual_length)
         near = torch.nn.functional.pad(read[:, :, -num_copies:], (0, 0, max(num_copies - past - tokens, 0), 0))
         return torch.cat((_with_newest(near, newest, num_copies), read), dim=2)
+
+    def reserve(self, states: Tensor) -> Tensor:
+        """Make room for the rows of a chunk [batch, num_heads, tokens, head_dim]: [batch, capacity, ...]."""
+        batch, num_heads, tokens, head_dim = states.shape
+        if self.format.spec is None:
+            return self.buffer.reserve(states.new_empty(batch, tokens, num_heads, head_dim))
+        row_bytes = self.format.row_bytes(states.dtype)
+        return self.buffer.reserve(states.new_empty(batch, tokens, row_bytes, dtype=torch.uint8))
+
+    def exact(self, positions: Tensor, newest: Tensor | None) -> Tensor:
+        """Copies of tokens [batch, tokens, num_heads, head_dim], sinks or among the `newest` at hand as they came."""
+        first = self.copies.first
+        if newest is None or first is None:
+            rows = self.buffer.rows
+            assert rows is not None and self.format.spec is None
+            return rows[:, positions]
+        num_first = int((positions < first.shape[2]).sum())
+        places = positions[num_first:] - (len(self.buffer) - newest.shape[2])
+        return torch.cat((first[:, :, :num_first], newest[:, :, places]), dim=2).transpose(1, 2).contiguous()
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on."""

@@ -11,126 +11,32 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import torch
-from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from kvtuner.errors import CacheError, UnsupportedModelError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
-from kvtuner.runtime_loader.packed_layer import PackedSide
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
-from kvtuner.runtime_loader.window_attention import WINDOW_ATTENTION, num_copies, register_window_attention
+from kvtuner.runtime_loader.rows_in_place import attention_in_place, register_attention_in_place
+from kvtuner.runtime_loader.transformers_layer import KVTunerLayer, token_count
+from kvtuner.runtime_loader.window_attention import register_window_attention
 from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
-
-
-class KVTunerLayer(CacheLayerMixin):
-    """One layer of a `KVTunerCache`: its stored keys `k` and values `v`."""
-
-    # `keys` and `values`, which some code reads off other caches, stay None: nothing may take rows for keys.
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-
-    def __init__(self, layer_format: LayerFormat, window: ExactWindow = NO_WINDOW) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self.k = PackedSide(layer_format.k, window)
-        self.v = PackedSide(layer_format.v, window)
-        self.window = window
-
-    def __repr__(self) -> str:
-        spec = self.k.format.spec
-        stored = "fp8" if spec is not None and spec.fp8 else PrecisionPair(self.k.format.bits, self.v.format.bits)
-        return f"{type(self).__name__}({stored})"
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Check that the states can be stored, as `PackedSide.check` does; memory is taken when tokens come."""
-        self.k.check(key_states)
-        self.v.check(value_states)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, read_plan: ReadPlanName = "decode",
-        num_copies: int = 0, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
-
-        Before all tokens come the newest `num_copies` as `PackedSide.extend` gives them. Releases of transformers pass
-        more arguments, which are not used. Errors are those of `PackedSide.check`.
-        """
-        self.lazy_initialization(key_states, value_states)
-        is_first = self.get_seq_length() == 0
-        exact = read_plan == "hit" or (read_plan == "decode" and is_first)
-        keys = self.k.extend(key_states, fresh_is_exact=exact, num_copies=num_copies)
-        return keys, self.v.extend(value_states, fresh_is_exact=exact, num_copies=num_copies)
-
-    def copies_read(self, num_queries: int, read_plan: ReadPlanName) -> int:
-        """The newest tokens that are given twice, since the next chunk's tokens read different ones exactly.
-
-        There are none for one token, nor for an exact first chunk, which reads nothing but itself.
-        """
-        is_exact = self.get_seq_length() == 0 and read_plan != "cache"
-        if num_queries == 1 or is_exact or not self.window.residual_length:
-            return 0
-        return num_copies(num_queries, self.window.residual_length)
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of what the next `update` returns."""
-        return self.get_seq_length() + _count(query_length), 0
-
-    def get_seq_length(self) -> int:
-        """The number of stored tokens."""
-        return len(self.k.buffer)
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # as early releases of transformers 5 call it
-
-    def reset(self) -> None:
-        """Forget everything and free the memory."""
-        self.k.clear()
-        self.v.clear()
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, given as a negative count."""
-        # In early releases of transformers 5 a positive one is the number of tokens to keep.
-        rest = max(0, self.get_seq_length() + tokens_to_remove)
-        kept = tokens_to_remove if tokens_to_remove > 0 else rest
-        self.k.truncate(kept)
-        self.v.truncate(kept)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let beam i continue what beam `beam_idx[i]` stored."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences of the batch."""
-        self.k.take(indices)
-        self.v.take(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence of the batch."""
-        rows = self.k.buffer.rows
-        if rows is not None:
-            self.batch_select_indices(torch.arange(rows.shape[0]).repeat_interleave(repeats))
+    from kvtuner.precision import ExactWindow
+    from kvtuner.runtime_loader.packed_attention import PackedAttention
 
 
 class KVTunerCache(Cache):
@@ -162,6 +68,7 @@ class KVTunerCache(Cache):
         super().__init__(layers=[*layers])
         self._read_plan = _checked(read_plan)
         self._is_attended = False
+        self._in_place: PackedAttention | None = None
         self.num_calibrated_positions: int | None = None
 
     @classmethod
@@ -237,30 +144,34 @@ class KVTunerCache(Cache):
             self._read_plan = before
 
     @contextmanager
-    def attending(self, model: PreTrainedModel) -> Iterator[Self]:
-        """Let a model give this cache chunks of several tokens inside the block, beside an exact window too.
+    def attending(self, model: PreTrainedModel, *, in_place: bool | None = None) -> Iterator[Self]:
+        """Let a model read this cache's rows where they lie inside the block, and give it chunks beside a window too.
 
-        Chunked prefills and assisted generation do. Its attention is `scaled_dot_product_attention` meanwhile; without
-        a window it stays what it is.
+        Chunked prefills and assisted generation under an exact window need the block. With `in_place` rows are read by
+        compiled C++, by default on a processor that can have it. Otherwise they are read back, and attention is
+        `scaled_dot_product_attention` under a window and the model's own without.
 
         Raises:
             UnsupportedModelError: The model does not go through transformers' AttentionInterface.
+            ServingError: Rows are to be read in place, and cannot be here.
         """
-        if not self.window.residual_length:
+        reader = attention_in_place(model, self._formats, in_place)
+        if reader is None and not self.window.residual_length:
             yield self
             return
-        before, was_attended = model.config._attn_implementation, self._is_attended
-        model.set_attn_implementation(register_window_attention())
-        if model.config._attn_implementation != WINDOW_ATTENTION:
+        before, previous = model.config._attn_implementation, (self._is_attended, self._in_place)
+        wanted = register_window_attention() if reader is None else register_attention_in_place()
+        model.set_attn_implementation(wanted)
+        if model.config._attn_implementation != wanted:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not go through transformers' AttentionInterface, so that it cannot read"
                 f" {self.window} in a chunk; give one token at a time"
             )
-        self._is_attended = True
+        self._is_attended, self._in_place = True, reader
         try:
             yield self
         finally:
-            self._is_attended = was_attended
+            self._is_attended, self._in_place = previous
             model.set_attn_implementation(before)
 
     @property
@@ -291,6 +202,10 @@ class KVTunerCache(Cache):
         A `CacheError` refuses a chunk of several tokens that read different copies, outside of `attending`.
         """
         layer, tokens = self._packed_layers[layer_idx], key_states.shape[2]
+        if self._in_place is not None:
+            stored = layer.store(self._in_place, key_states, value_states, self.read_plan)
+            self._warn_beyond_calibration(layer.get_seq_length())
+            return stored
         copies = layer.copies_read(tokens, self.read_plan)
         if copies and not self._is_attended:
             raise CacheError(
@@ -305,7 +220,8 @@ class KVTunerCache(Cache):
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length and offset of what the next `update` of a layer returns; the offset counts copies, negative."""
         layer = self._packed_layers[layer_idx]
-        copies = layer.copies_read(_count(query_length), self.read_plan) if self._is_attended else 0
+        reads_back = self._is_attended and self._in_place is None
+        copies = layer.copies_read(token_count(query_length), self.read_plan) if reads_back else 0
         length, _ = layer.get_mask_sizes(query_length)
         return length + copies, -copies
 
@@ -318,6 +234,10 @@ class KVTunerCache(Cache):
                 " tokens: accuracy may fall; calibrate with a longer --context-length",
                 stacklevel=3,
             )
+
+    @property
+    def _formats(self) -> list[RowFormat]:
+        return [side.format for layer in self._packed_layers for side in (layer.k, layer.v)]
 
     @property
     def _packed_layers(self) -> list[KVTunerLayer]:
@@ -334,11 +254,6 @@ def _identity(config: Any, profile: Profile) -> ModelIdentity:
 def _is_centered(profile: Profile) -> bool:
     specs = [profile.quant_spec(layer_id, "k") for layer_id in range(len(profile.pairs))]
     return any(spec is not None and spec.transform.kind.centered for spec in specs)
-
-
-def _count(query_length: int | Tensor) -> int:
-    # Early releases of transformers 5 give the positions of the queries.
-    return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
 def _checked(read_plan: ReadPlanName) -> ReadPlanName:

@@ -1,4 +1,4 @@
-"""Which tokens each query of a batch reads from rows, from new states and from exact copies. Knows no library."""
+"""The tokens that each query of a batch reads from rows, from new states and from exact copies. Knows no library."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def compare() -> Compare:
         with ExitStack() as chunks:
             if chunk is not None:
                 chunks.enter_context(cache.reading("hit"))
-                chunks.enter_context(cache.attending(model))
+                chunks.enter_context(cache.attending(model, in_place=False))
             for piece in torch.tensor([ids]).split(chunk or len(ids), dim=1):
                 rows = [model(piece, past_key_values=cache, use_cache=True)]
         for token in fed[:-1]:

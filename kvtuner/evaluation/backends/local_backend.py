@@ -124,8 +124,7 @@ class LocalBackend(Backend):
         device = next(iter(self._model.get_input_embeddings().parameters())).device
         tokens = torch.tensor([list(ids)], device=device)
         positions = torch.arange(first + offset, first + offset + len(ids), device=device).unsqueeze(0)
-        attending = isinstance(cache, KVTunerCache) and len(ids) > 1
-        with cache.attending(self._model) if attending else nullcontext():
+        with cache.attending(self._model) if isinstance(cache, KVTunerCache) else nullcontext():
             output = self._model(
                 tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=kept
             )
