@@ -91,7 +91,10 @@ def packed(case: Requests, bits: int, attention: PackedAttention) -> Stepper:
     rows = row_format.pack(states).repeat(num_tokens // len(states) + 1, 1)[:num_tokens].contiguous()
     num_bytes = 2 * rows.nbytes
     copies = itertools.cycle(
-        [tuple(PackedRows(rows.clone(), row_format) for _ in range(2)) for _ in range(num_copies(num_bytes))]
+        [
+            (PackedRows(rows.clone(), row_format), PackedRows(rows.clone(), row_format))
+            for _ in range(num_copies(num_bytes))
+        ]
     )
     q = torch.randn(case.batch, NUM_KV_HEADS * GQA, HEAD_DIM, dtype=torch.bfloat16)
     indptr, slots = torch.arange(case.batch + 1) * case.tokens, torch.arange(num_tokens)

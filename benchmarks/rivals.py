@@ -121,7 +121,7 @@ def lower(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def matched(searches: Sequence[OwnSearch], context: Context, bits: float) -> tuple[OwnSearch, Configuration] | None:
     """Ours in as many stored bits: with or without a window, whichever is better on the select split."""
-    found = []
+    found: list[tuple[float, int, OwnSearch, Configuration]] = []
     for search in searches:
         window_bits = float(search.window.bits_at(context.tokens))
         configuration = search.best(stored_budget(bits - window_bits)) if bits > window_bits else None

@@ -99,7 +99,7 @@ def by_torch(
 
 def by_dequantizing(
     machine: Machine, shape: HeadShape, keys: PackedRows, values: PackedRows, num_requests: int
-) -> Callable[[Tensor, Tensor, Tensor], object]:
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function that runs the straightforward kernel, launched as SGLang launches its own."""
     sides = KernelSide.of(keys), KernelSide.of(values)
     splits = Device.of(machine.device).splits(SGLANG_LAUNCH, num_requests, shape.num_kv_heads)

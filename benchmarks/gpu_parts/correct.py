@@ -108,9 +108,9 @@ def cases(*, smoke: bool) -> list[Case]:
     listed = [Case("decode", pair, shape) for pair in pairs]
     listed += [Case("decode", four, shape, kind) for kind in kinds]
     listed += [
-        Case(what, PrecisionPair(*bits), HeadShape("", *heads), logit_cap=cap)
+        Case(what, PrecisionPair(*bits), HeadShape("", num_kv_heads, gqa, head_dim), logit_cap=cap)
         for what in ("decode", "extend")
-        for *heads, cap in ((2, 7, 64, 0.0), (3, 1, 80, 5.0), (2, 2, 96, 0.0), (1, 20, 256, 5.0))
+        for num_kv_heads, gqa, head_dim, cap in ((2, 7, 64, 0.0), (3, 1, 80, 5.0), (2, 2, 96, 0.0), (1, 20, 256, 5.0))
         for bits in ((4, 2), (8, 4))
     ]
     one_head = HeadShape("", 1, 4, 128)
@@ -212,10 +212,10 @@ def run(machine: Machine) -> list[dict[str, Any]]:
     pool = concurrent.futures.ProcessPoolExecutor(1 if machine.smoke else PROCESSES, mp_context=context)
     futures = [pool.submit(check, case, str(machine.device)) for case in listed]
     for case, future in zip(listed, futures, strict=True):
-        row = {"case": case.name, "error": math.nan, "limit": case.limit, "passed": False}
+        row: dict[str, Any] = {"case": case.name, "error": math.nan, "limit": case.limit, "passed": False}
         try:
-            row["error"] = future.result(max(0.0, deadline - time.monotonic()))
-            row["passed"] = row["error"] <= case.limit
+            largest = future.result(max(0.0, deadline - time.monotonic()))
+            row |= {"error": largest, "passed": largest <= case.limit}
         except TimeoutError:
             row |= {"why": "not checked, for want of time", "passed": None}
         except Exception as error:  # a compiler, a driver or a process that died may raise anything

@@ -98,7 +98,7 @@ class Machine:
             graph.replay()
             event.record()
         events[-1].synchronize()
-        times = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(events)]
+        times: list[float] = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(events)]
         del graph
         return statistics.median(times) / len(runs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvtuner.report.formatting import NOT_MEASURED
 from kvtuner.report.table import Table
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Row = dict[str, Any]
+Figure: TypeAlias = "Callable[[Row], str]"
+"""A row's figure, as text."""
 
 GOALS: Final = {
     ("Llama-3.1-8B", 32, 16384): {"K4V4": 2.5, "K8V8": 1.7, "K4V2": 3.0, "K2V2": 3.3},
@@ -54,9 +56,13 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _correct(results["correct"])
     yield f"A large copy moves {copied / 1e12:.2f} TB/s, read and written."
     yield from _decode(results["decode"], copied)
-    model, stores, pages, timed = results["model"], results["stores"], results["pages"], {"us": partial(_time, copied)}
+    model, stores, pages = results["model"], results["stores"], results["pages"]
+    timed: dict[str, Figure] = {"us": partial(_time, copied)}
     columns = ("what", "kind", "kernel", "batch", "length", "bytes_per_token")
-    speeds = {"tokens per second": _tokens_per_s, "of the fastest bf16": partial(_of_bf16_step, model)}
+    speeds: dict[str, Figure] = {
+        "tokens per second": _tokens_per_s,
+        "of the fastest bf16": partial(_of_bf16_step, model),
+    }
     yield from _section("A decoding step of all layers", model, columns, speeds)
     ratio = {"of the fastest bf16 store": partial(_of_bf16_store, stores)}
     title = "Store, keys and values in one launch"
@@ -96,9 +102,7 @@ def _correct(rows: list[Row]) -> Iterator[str]:
     yield ""
 
 
-def _section(
-    title: str, rows: list[Row], columns: tuple[str, ...], figures: Mapping[str, Callable[[Row], str]]
-) -> list[str]:
+def _section(title: str, rows: list[Row], columns: tuple[str, ...], figures: Mapping[str, Figure]) -> list[str]:
     """A title and a table of fields and of figures, a line for each row; nothing without rows."""
     cells = [[*(_cell(row[name]) for name in columns), *(text(row) for text in figures.values())] for row in rows]
     return [f"\n## {title}\n", *Table([*columns, *figures], cells).markdown()] if rows else []

@@ -119,8 +119,8 @@ class Judge:
             for reader in ("weights", "gradients"):
                 basis = moments.basis(layer, reader)
                 for strong, weak in HALVES:
-                    grid = Halves(Levels(strong), None if weak is None else Levels(weak))
-                    add(reader, f"{strong}/{weak or 0} levels {reader}", Judged(grid, basis))
+                    halves = Halves(Levels(strong), None if weak is None else Levels(weak))
+                    add(reader, f"{strong}/{weak or 0} levels {reader}", Judged(halves, basis))
             for bits in (2, 3):
                 add("trellis", f"trellis {bits}", Judged(Trellis(bits), transforms["hadamard"]))
         self.items[layer, side, None] = items

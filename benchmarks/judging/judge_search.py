@@ -134,10 +134,11 @@ class SearchJudge:
             for bits in self.bench.options.quant.widths:
                 chosen, best, agree = 0.0, 0.0, 0
                 for layer in range(self.full.geometry.num_layers):
-                    scores = {n: s for n, s in self.full.of(layer, side, bits).items() if s.kl is not None}
-                    name = min(scores, key=lambda n: scores[n].fisher)
-                    least = min(s.kl for s in scores.values())
-                    chosen, best, agree = chosen + scores[name].kl, best + least, agree + (scores[name].kl == least)
+                    scores = self.full.of(layer, side, bits)
+                    kls = {name: score.kl for name, score in scores.items() if score.kl is not None}
+                    preferred = kls[min(kls, key=lambda name: scores[name].fisher)]
+                    least = min(kls.values())
+                    chosen, best, agree = chosen + preferred, best + least, agree + (preferred == least)
                 row = {"side": side, "bits": bits, "agree": agree, "kl_of_choice": chosen, "kl_of_best": best}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
@@ -217,7 +218,7 @@ class SearchJudge:
     def constants(self, budget: str) -> dict[str, Any]:
         """The KL of a solution with refined mu and lambda, by layers alone and all together."""
         configuration = self.solution(budget)
-        table, result = self.run.table, {"budget": budget}
+        table, result = self.run.table, dict[str, Any](budget=budget)
         before = np.array(self.reported(budget, configuration))
         result["before"] = float(before.mean())
         for together in (False, True):

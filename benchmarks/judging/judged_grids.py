@@ -192,9 +192,9 @@ class Trellis:
             group, branch = state // branches, state % branches
             values = self.values[:, group, branch]  # [branches, rows]
             errors = costs[channel].view(branches, groups, -1)[:, group, rows] + (columns[channel] - values).square()
-            high = errors.argmin(0)
-            path[channel] = values.gather(0, high[None])[0]
-            state = states[channel] = high * groups + group
+            best_branch = errors.argmin(0)
+            path[channel] = values.gather(0, best_branch[None])[0]
+            state = states[channel] = best_branch * groups + group
         return path, states
 
 

@@ -56,7 +56,8 @@ class Nvfp4:
         scale = quantize_fp8(blocks.abs().amax(-1, keepdim=True) / E2M1_MAX / unit) * unit
         step = torch.where(scale == 0, torch.ones_like(scale), scale)
         codes = nearest((blocks / step).abs(), torch.tensor(E2M1)) * blocks.sign()
-        return (codes * scale).flatten(-2)
+        read: Tensor = codes * scale
+        return read.flatten(-2)
 
     def bits(self, head_dim: int) -> float:
         """See `Quantizer`."""

@@ -78,7 +78,8 @@ class EvenTiles:
         top = 2**self.width - 1
         scale = ((high - low) / top).clamp_min(1e-10)
         codes = ((even - low) / scale).round().clamp(0, top)
-        return (codes * half(rows * scale) + half(rows * low)) * half(columns)
+        read: Tensor = (codes * half(rows * scale) + half(rows * low)) * half(columns)
+        return read
 
     def bits(self, head_dim: int) -> float:
         """See `Quantizer`."""

@@ -61,7 +61,8 @@ class SpectralRotation:
         scale = (high - low).clamp_min(1e-8) / (2**self.width - 1)
         zero = -low / scale
         codes = (y / scale + zero + 0.5).floor().clamp(0, 2**self.width - 1)
-        return (codes - half(zero)) * half(scale) @ self.matrix.T
+        read: Tensor = (codes - half(zero)) * half(scale) @ self.matrix.T
+        return read
 
     def bits(self, head_dim: int) -> float:
         """See `Quantizer`."""

@@ -66,9 +66,7 @@ class OwnSearch:
     @classmethod
     def prepare(cls, out: Path, settings: SearchSettings, measurement: MeasurementOptions) -> OwnSearch:
         """Calibrate the model in a folder of its own, or go on there."""
-        data = DataOptions(
-            data=settings.data, sequence_length=settings.sequence_length, sequences=tuple(settings.sequences)
-        )
+        data = DataOptions(data=settings.data, sequence_length=settings.sequence_length, sequences=settings.sequences)
         # Each row of the table sets a budget of its own; that of the options is not read.
         model = ModelOptions(model=settings.model)
         options = SearchOptions(model=model, data=data, measurement=measurement, budget=("4bit",))

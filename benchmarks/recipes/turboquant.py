@@ -32,7 +32,8 @@ def rotation(head_dim: int) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     orthogonal, triangle = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64))
     # With these signs all rotations are equally likely.
-    return (orthogonal * triangle.diagonal().sign()).to(torch.float32)
+    signed: Tensor = orthogonal * triangle.diagonal().sign()
+    return signed.to(torch.float32)
 
 
 @cache
