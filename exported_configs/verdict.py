@@ -128,7 +128,8 @@ class _Facts:
         rival = f"the best uniform in the budget, {_with_transforms(self.uniform.name)}"
         found = self._difference
         mean, low, high = (_figure(value, sign="+") for value in (found.mean, found.low, found.high))
-        figures = f"{_figure(self._uniform_kl)}; paired difference {mean} [{low}, {high}]"
+        difference = f"paired difference, negative where the profile is lower, {mean} [{low}, {high}]"
+        figures = f"{_figure(self._uniform_kl)}; {difference}"
         if self._is_below:
             return (f"That is {1 - self.kl / self._uniform_kl:.0%} below {rival} ({figures}).",)
         if self._is_equal:

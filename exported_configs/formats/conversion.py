@@ -79,7 +79,7 @@ class Storage:
             yield LostFeature(fitted[0], f"{noun} are fitted by least squares")
         short = [layer for layer in packed if used_word_bits(bits[layer], defaults.grid_word_bits) == SHORT_WORD_BITS]
         if short:
-            yield LostFeature(short[0], f"{noun} have scale words of 16 bits")
+            yield LostFeature(short[0], f"{noun} have 16 bits for scale and minimum")
         if defaults.symmetric != self.symmetric:
             yield LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}")
         names = ((layer, profile.transform_name(layer, side)) for layer in packed)

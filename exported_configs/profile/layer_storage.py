@@ -135,7 +135,7 @@ class KeyDefaults(_GridDefaults):
         if self.grid_fit == "least_squares":
             raise ValueError("per_channel keys have fit 'minmax', not 'least_squares'; use per_token with it")
         if self.grid_word_bits != WIDE_WORD_BITS:
-            raise ValueError("per_channel keys have scale words of 32 bits, not 16; use per_token with it")
+            raise ValueError("per_channel keys have 32 bits for scale and minimum, not 16; use per_token with it")
         return self
 
 

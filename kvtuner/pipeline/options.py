@@ -133,7 +133,8 @@ class MeasurementOptions:
     fit: Fit = option("least_squares", "fit of every grid: to the range, or by least squares", choices=FITS)
     word_bits: WordChoice = option(
         "auto",
-        "bits of a scale word; auto: for keys and for values 32 in groups of a head or 16 in groups of half a head,"
+        "bits of a group's scale and minimum together; auto: for keys and for values 32 in groups of a head or 16 in"
+        " groups of half a head,"
         " which take equal bytes, if measured KL falls by a tenth (heads of 2^n channels); with a group size given, 16"
         " if rows get shorter",
         choices=WORD_CHOICES,

@@ -189,7 +189,7 @@ def _page_table(evaluation: Evaluation) -> Table:
     for cell in evaluation.cells:
         clear = [f"{other.other}: {interval(other)}, p {number(other.p_value, 2)}" for other in _clear(cell)]
         rows.append([flagged_title(cell), count(cell.units), *cell_values(cell, names), "; ".join(clear)])
-    return Table(("", "units", *names, "clear differences"), rows)
+    return Table(("", "units", *names, "clear differences: the profile's figure minus another's"), rows)
 
 
 def _level_table(evaluation: Evaluation, cells: Sequence[Cell]) -> Table:
@@ -219,7 +219,8 @@ def _clear_differences(cells: Sequence[Cell], width: int | None) -> list[str]:
     if not clear:
         return [f"no clear difference of the profile from another scheme; {chance}"] if total else []
     rows = [(f"  {PROFILE_SCHEME} - {other.other}", cell.title, *_difference(cell, other)) for cell, other in clear]
-    return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines(width)]
+    title = [f"clear differences, paired ({chance});", "negative: the profile's figure is lower"]
+    return [*title, *Table([""] * 5, rows, left=(0, 1)).lines(width)]
 
 
 def _difference(cell: Cell, difference: PairedDifference) -> tuple[str, str, str]:

@@ -156,7 +156,7 @@ def legend(strips: Sequence[Sequence[LayerRow]], terminal: Terminal) -> list[str
     bits = " ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
     kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
     gap = f"  {NO_ROWS}=stores nothing" if any(rows[-1].layer >= len(rows) for rows in strips) else ""
-    return ["", f"bits   {bits}{gap}", *indented("kind", kinds, terminal)]
+    return ["", f"bits   {bits}{gap}", *indented("kind", f"of transform before rounding: {kinds}", terminal)]
 
 
 def indented(name: str, text: str, terminal: Terminal) -> list[str]:

@@ -135,7 +135,7 @@ def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
     unit = "tokens per scale of a channel" if defaults.granularity == "per_channel" else "channels per scale"
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
     fitted = ", fitted by least squares" if defaults.grid_fit == "least_squares" else ""
-    words = ", scale words of 16 bits" if defaults.grid_word_bits == SHORT_WORD_BITS else ""
+    words = ", 16 bits for scale and minimum" if defaults.grid_word_bits == SHORT_WORD_BITS else ""
     return text + ", symmetric" * defaults.symmetric + fitted + words
 
 

@@ -150,13 +150,24 @@ class QualityRow:
 
 @dataclass(frozen=True, slots=True)
 class OffsetQuality:
-    """The winner beside uniforms and fp8, all at ``small`` or ``large`` position offsets, such as ``0 to 511``."""
+    """The winner beside uniforms and fp8, all at ``small`` or ``large`` position offsets, such as ``0 to 511``.
+
+    Attributes:
+        num_sequences: The sequences of the report split; None in data of an earlier release.
+    """
 
     offsets: str
     positions: str
     reference_perplexity: float | None
     winner: QualityRow
     baselines: tuple[QualityRow, ...]
+    num_sequences: int | None = None
+
+    @property
+    def measured_at(self) -> str:
+        """What was measured in one line: the number of sequences and their positions."""
+        sequences = "" if self.num_sequences is None else f"{self.num_sequences} sequences at "
+        return f"{sequences}{self.offsets_text} positions ({self.positions})"
 
     @property
     def offsets_text(self) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.exported_configs.scheme_names import REFERENCE
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import count, fixed, interval, number, percent
 from kvtuner.report.layer_strip import layer_table
@@ -48,7 +48,7 @@ def write_search_report(data: ReportData, folder: Path, fit: FittedMemory | None
 def search_page(data: ReportData, fit: FittedMemory | None = None) -> str:
     """The page, with drawings of what was measured, and of what fits."""
     from kvtuner.report.html_page import render
-    from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, least_width
+    from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, has_gaps, least_width
     from kvtuner.report.plots.drawing import drawn
     from kvtuner.report.plots.kl_by_bits import kl_by_bits, search_points
     from kvtuner.report.plots.kl_near_winner import kl_near_winner
@@ -74,6 +74,8 @@ def search_page(data: ReportData, fit: FittedMemory | None = None) -> str:
         level=_level(data),
         drawings=drawings,
         least_width=least_width(data),
+        has_gaps=has_gaps(data),
+        has_fp8=any(row.name == FP8 for row in data.quality[0].rows()) if data.quality else False,
         fit=fit,
         qualities=[(quality, _quality_table(quality, _level(data))) for quality in data.quality],
         tables=_page_tables(data),

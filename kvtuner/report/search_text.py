@@ -63,8 +63,8 @@ def size_facts(data: ReportData) -> list[tuple[str, str]]:
 
 
 def stored_facts(data: ReportData) -> list[tuple[str, str]]:
-    """The scale words, and the exact window with what it costs; only what there is."""
-    budget, named = data.budget, (("scale words", data.scale_words), ("window length", data.window_length))
+    """The bits of scale and minimum, and the exact window with what it costs; only what there is."""
+    budget, named = data.budget, (("scale and minimum", data.scale_words), ("window length", data.window_length))
     rows = [(name, text) for name, text in named if text]
     return rows + window_facts(budget.window, budget.effective_bits, budget.window_bytes)
 
@@ -96,7 +96,8 @@ def refinement_text(gain: RefinementGain) -> str:
 
 def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verbose: bool) -> list[str]:
     reference = fixed(quality.reference_perplexity, 3)
-    title = f"quality at {quality.offsets_text} positions ({quality.positions}), unquantized perplexity {reference}"
+    beginning = "quality at" if quality.num_sequences is None else "quality of"
+    title = f"{beginning} {quality.measured_at}, unquantized perplexity {reference}"
     rows = quality.rows() if verbose else quality.deciding_rows()
     note = "* inside the budget; +t with the best transforms; vs profile: KL beside the first row's, paired"
     level = f"{100 * data.interval_level:g}%"

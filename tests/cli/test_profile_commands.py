@@ -109,6 +109,7 @@ def test_report_is_written_again_from_the_run_folder(run: RunCommand, two_profil
     out = two_profiles[0].parent
     page = out / "report-3bit" / "report.html"
     before = page.read_bytes()
+    assert b"<h3>2 sequences at all measured positions" in before
     page.unlink()
     assert run("report", out)[0] == 0
     assert page.read_bytes() == before

@@ -84,8 +84,8 @@ def test_a_search_that_gained_says_by_how_much_and_where_its_bits_went() -> None
     assert found.findings == (
         f"{ratio:.2f}x the tokens of bf16, {ratio / 2:.2f}x of fp8.",
         "KL 0.00700 nats per token, 0.88 times fp8's (0.00800).",
-        "That is 30% below the best uniform in the budget, K4V2 with transforms (0.0100; paired difference -0.00200"
-        " [-0.00300, -0.00100]).",
+        "That is 30% below the best uniform in the budget, K4V2 with transforms (0.0100; paired difference,"
+        " negative where the profile is lower, -0.00200 [-0.00300, -0.00100]).",
         "Most bits went to keys of layers 0, 2, 5 and values of layer 2.",
     )
     assert str(found) == " ".join((*found.findings, "Use it."))
@@ -97,8 +97,8 @@ def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_g
     assert found.recommendation == "use the uniform"
     assert found.advice.startswith("Use uniform K4V2 with transforms, by a search with --layers 0-5:K4V2: ")
     assert found.findings[2] == (
-        "It is as good as the best uniform in the budget, K4V2 with transforms (0.0100; paired difference +0.00"
-        " [-0.00250, +0.00250]: within a quarter of the uniform's KL)."
+        "It is as good as the best uniform in the budget, K4V2 with transforms (0.0100; paired difference,"
+        " negative where the profile is lower, +0.00 [-0.00250, +0.00250]: within a quarter of the uniform's KL)."
     )
     assert found.findings[3] == "Bits by layer gained nothing. The transforms did: without them K4V2 has 0.0500."
     assert "transforms did" not in str(verdict(0.0105, difference=(-margin, margin), plain_kl=0.01))

@@ -63,7 +63,7 @@ def offset_quality(offsets: str, positions: str) -> OffsetQuality:
         for name, kl in UNIFORM_KL.items()
         if not (transforms and name == "fp8")
     ]
-    return OffsetQuality(offsets, positions, 5.41, winner, tuple(baselines))
+    return OffsetQuality(offsets, positions, 5.41, winner, tuple(baselines), num_sequences=24)
 
 
 def sensitivity_rows(num_layers: int, rng: np.random.Generator) -> list[SensitivityRow]:

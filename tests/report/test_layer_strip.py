@@ -45,6 +45,7 @@ def test_a_strip_is_read_back_at_every_width(width: int, count: int, has_colour:
 def test_the_legend_names_what_occurs_and_nothing_else() -> None:
     lines = profile_strip(make_profile([choice((4, 16), "centered+hadamard")]), Terminal(80))
     legend = " ".join(lines[lines.index("") :])
+    assert "kind of transform before rounding:" in " ".join(legend.split())
     assert "4 F=16" in legend and "C=centered + hadamard" in legend and ".=none" in legend
     assert "hadamard" not in legend.replace("centered + hadamard", "") and "2" not in legend and "8" not in legend
 

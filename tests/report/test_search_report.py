@@ -92,8 +92,10 @@ def test_every_drawing_has_words_and_a_form_for_narrow_screens(make_report: Make
 
 def test_every_baseline_stands_in_the_quality_table_with_its_interval(make_report: MakeReport) -> None:
     data = make_report(4)
-    cells = Page(search_page(data)).cells
+    page = Page(search_page(data))
+    cells = page.cells
     for quality in data.quality:
+        assert f"24 sequences at {quality.offsets_text} positions ({quality.positions}), perplexity" in page.text
         for row in (quality.winner, *quality.baselines):
             assert cells.count(row.label) >= len(data.quality)
     assert "0.0188 [0.0169, 0.0207]" in cells  # K4V4
@@ -224,3 +226,14 @@ def test_importing_the_report_loads_no_plotting_and_no_model_library() -> None:
     code = f"import sys, kvtuner.report.search_report; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_captions_explain_only_the_marks_that_stand_there(make_report: MakeReport) -> None:
+    data = make_report(3)
+    text = " ".join(Page(search_page(data)).text.split())
+    assert "without, fp8; lines are" in text and "dashes: not measured" not in text
+    least = min(row.bits for row in data.sensitivity)
+    gaps = tuple(row for row in data.sensitivity if (row.layer, row.bits) != (1, least))
+    quality = replace(data.quality[0], baselines=data.quality[0].baselines[:1])
+    text = " ".join(Page(search_page(replace(data, sensitivity=gaps, quality=(quality,)))).text.split())
+    assert "without; lines are" in text and "log scale; dashes: not measured" in text

@@ -35,9 +35,15 @@ def test_bits_stand_first_then_what_decides_and_the_verdict_last(make_report: Ma
     assert "mean_bits 3.920, effective_bits 4.170" in text
     assert "1,342,177 (bf16 349,525): 3.84x" in text
     assert text.endswith("verdict  3.84x the tokens of bf16. KL 0.00490.\nadvice   Use it.")
-    assert text.count("quality at ") == 1 and f"quality at {data.quality[0].offsets} " in text
+    assert text.count("quality of ") == 1 and f"quality of 24 sequences at {data.quality[0].offsets} " in text
     names = [line.partition("|")[0] for line in quality_lines(text) if "|0.0" in line or "e-" in line]
     assert names == ["winner", "K4V4 +t", "K4V4", "fp8"]
+
+
+def test_quality_of_an_earlier_release_has_no_number_of_sequences(make_report: MakeReport) -> None:
+    data = make_report(2)
+    text = search_text(replace(data, quality=(replace(data.quality[0], num_sequences=None),)), WIDE)
+    assert f"quality at {data.quality[0].offsets} positions" in text and "sequences at" not in text
 
 
 def test_verbose_text_has_every_baseline_at_every_kind_of_offsets(make_report: MakeReport) -> None:

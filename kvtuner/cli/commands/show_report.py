@@ -36,7 +36,7 @@ def _report(args: Namespace) -> int:
     results = []
     for folder in _report_folders(Path(args.folder)):
         data = ReportData.from_json(RunFolder(folder).read_checked(DATA_FILE))
-        fit = _fit(options, data, folder, Path(args.folder))
+        fit = _fit(options, data, folder)
         page = write_search_report(data, folder, fit)
         fits = {} if fit is None else {"fit": fit.to_json()}
         results.append({"report": str(page), **summary_json(data), **fits})
@@ -49,14 +49,21 @@ def _report(args: Namespace) -> int:
     return 0
 
 
-def _fit(options: FitOptions, data: ReportData, folder: Path, run: Path) -> FittedMemory | None:
+def _fit(options: FitOptions, data: ReportData, folder: Path) -> FittedMemory | None:
     """What fits the GPUs of the options; None where none are given."""
     if not options.is_asked:
         return None
     from kvtuner.pipeline.planning.report_fit import gpu_fit
 
-    suffix = "" if folder == run else folder.name.removeprefix(REPORT_FOLDER)
-    return gpu_fit(options, data, run / f"profile{suffix}.json")
+    return gpu_fit(options, data, _profile_file(folder))
+
+
+def _profile_file(folder: Path) -> Path:
+    """The profile of a report: beside it, or for one of several budgets beside the report's folder."""
+    own, folder = folder / "profile.json", folder.absolute()
+    if own.exists() or not folder.name.startswith(f"{REPORT_FOLDER}-"):
+        return own
+    return folder.parent / f"profile{folder.name.removeprefix(REPORT_FOLDER)}.json"
 
 
 def _fit_text(fit: FittedMemory | None, terminal: Terminal) -> list[str]:
@@ -153,7 +160,7 @@ def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:
 
 
 def _add_report_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", help="run folder")
+    parser.add_argument("folder", help="run folder, or the folder of the report of one of its budgets")
     add_switch(parser, "--verbose", "print all baselines, at small and at large positions too")
     add_options(parser, FitOptions)
 

@@ -61,7 +61,8 @@ class BaselineComparison:
     def quality(self) -> tuple[OffsetQuality, ...]:
         """The winner beside its baselines over all kinds of offsets, and at each, as a report shows them."""
         run = self.run
-        tokens, context = run.bench.corpus.splits["report"].shape[1], run.shape.context_length
+        num_sequences, tokens = run.bench.corpus.splits["report"].shape
+        context = run.shape.context_length
         small, large = f"0 to {tokens - 1}", f"{max(0, context - tokens)} to {max(context, tokens) - 1}"
         positions = {ALL_OFFSETS: f"{small} and {large}", "small": small, "large": large}
         return tuple(
@@ -71,6 +72,7 @@ class BaselineComparison:
                 reference_perplexity=self._sums(self.reference, offsets).perplexity,
                 winner=self._row(self.winner, offsets),
                 baselines=tuple(self._row(baseline, offsets) for baseline in self.baselines),
+                num_sequences=num_sequences,
             )
             for offsets, where in positions.items()
         )

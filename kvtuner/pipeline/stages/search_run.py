@@ -216,7 +216,7 @@ def _choose_layouts(options: MeasurementOptions, phases: Phases) -> None:
         quant = comparison.apply(quant)
         phases.folder.log("scale layout", side=comparison.side, chosen=str(comparison.chosen), **comparison.figures)
     phases.bench = phases.bench.with_quant(quant)
-    say(f"scale words: {layouts_text(quant, phases.bench.loaded.shape, phases.layouts)}")
+    say(f"scale and minimum: {layouts_text(quant, phases.bench.loaded.shape, phases.layouts)}")
 
 
 class SearchRun:

@@ -63,6 +63,16 @@ def least_width(data: ReportData) -> int | None:
     return bits if any(map(is_positive, scores)) else None
 
 
+def has_gaps(data: ReportData) -> bool:
+    """Whether some layer has a dashed line in place of a bar, as it was not measured at the least width."""
+    bits, scores = least_width(data), _scores(data)
+    if bits is None:
+        return False
+    rows = (scores.get((layer.layer, side), {}).get(bits) for layer in data.layers for side in SIDES)
+    values = (None if row is None else row.best.get(data.score) for row in rows)
+    return not all(value is not None and math.isfinite(value) for value in values)
+
+
 def worst_layers(data: ReportData) -> str:
     """The layers that cost most at the least width, as a sentence; empty where none costs anything."""
     bits = least_width(data)

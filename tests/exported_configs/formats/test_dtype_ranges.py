@@ -115,7 +115,7 @@ def test_keys_and_values_of_other_bits_are_refused_even_with_a_loss(take: Callab
             {"fit": "least_squares"},
             [f"from layer 0 on: {noun} are fitted by least squares" for noun in ("keys", "values")],
         ),
-        ({"k_layout": ScaleLayout(word_bits=16)}, ["from layer 0 on: keys have scale words of 16 bits"]),
+        ({"k_layout": ScaleLayout(word_bits=16)}, ["from layer 0 on: keys have 16 bits for scale and minimum"]),
         ({"v_layout": ScaleLayout(32)}, ["from layer 0 on: values are in groups of 32, not 64"]),
         ({"k_layout": ScaleLayout(128, granularity="per_channel")}, ["from layer 0 on: keys are per channel"]),
     ],

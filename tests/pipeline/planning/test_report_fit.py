@@ -114,6 +114,20 @@ def test_page_text_and_json_show_it(make_run: MakeRun, hub_model: HubModel, tmp_
     assert status == 0 and "kvtuner report --gpu NAME" in plain and "H100" not in plain + out
 
 
+@pytest.mark.parametrize("name", [".", "report-4bit"])
+def test_the_folder_of_one_budgets_report_finds_its_profile(
+    make_run: MakeRun, hub_model: HubModel, tmp_path: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_run(suffix="-4bit")
+    make_run(*[(2, 2)] * 32, suffix="-2bit")
+    flags = ("--model", hub_model("llama"), "--gpu", "h100", "--json")
+    both = json.loads(run("report", tmp_path, *flags)[1])
+    monkeypatch.chdir(tmp_path / "report-4bit" if name == "." else tmp_path)
+    status, out, err = run("report", name, *flags)
+    assert status == 0, err
+    assert json.loads(out)["fit"] == both[1]["fit"] != both[0]["fit"]
+
+
 def test_text_shows_it_too(make_run: MakeRun, hub_model: HubModel, tmp_path: Path, run: RunCommand) -> None:
     make_run()
     status, out, err = run("report", tmp_path, "--model", hub_model("llama"), "--gpu", "h100")
