@@ -21,11 +21,12 @@ from kvtuner.report.plots.tokens_that_fit import FittedMemory, SchemeFit, reques
 from kvtuner.runtime_loader.model_check import check_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.planning.fit_options import FitOptions
-    from kvtuner.pipeline.planning.scheme_capacity import SchemeSizes
+    from kvtuner.pipeline.planning.scheme_capacity import SchemeCapacity, SchemeSizes
     from kvtuner.pipeline.planning.served_weights import ServedWeights
     from kvtuner.report.search_data import ReportData
 
@@ -70,7 +71,17 @@ def gpu_fit(options: FitOptions, data: ReportData, file: Path) -> FittedMemory:
         heading="tokens",
         contexts=(shape.context_length,),
         schemes=tuple(SchemeFit(row.name, row.bytes_per_token, row.tokens, (row.requests,)) for row in schemes),
-        caption=_caption(plan_options, profile, sizes, weights),
+        caption=_caption(plan_options, profile, sizes, weights) + _limit_text(plan_options, sizes, schemes),
+    )
+
+
+def _limit_text(options: PlanOptions, sizes: SchemeSizes, schemes: Sequence[SchemeCapacity]) -> str:
+    """What says that a server runs fewer requests than fit; empty where it runs all, or was told how many."""
+    context_length = sizes.server.context_length
+    if options.concurrency is not None or all(row.tokens // context_length <= row.requests for row in schemes):
+        return ""
+    return (
+        ". Where tokens would hold more requests, a server by default runs no more at once; --concurrency counts more"
     )
 
 

@@ -95,6 +95,18 @@ def test_what_is_not_given_is_the_searchs(make_run: MakeRun, hub_model: HubModel
     assert by_budget.contexts == (65_536,)
 
 
+def test_a_limit_of_the_server_is_said_where_it_is_what_counts(
+    make_run: MakeRun, hub_model: HubModel, tmp_path: Path
+) -> None:
+    model, data, file = str(hub_model("llama")), make_run(), tmp_path / "profile.json"
+    limit = "a server by default runs no more at once; --concurrency counts more"
+    short = gpu_fit(FitOptions(model=model, gpu="H200", context_length=128), data, file)
+    assert short.caption.endswith(limit) and short.schemes[0].requests == (4096,)
+    assert limit not in gpu_fit(FitOptions(model=model, gpu="H200", context_length=16_384), data, file).caption
+    many = FitOptions(model=model, gpu="H200", context_length=128, concurrency=3000)
+    assert limit not in gpu_fit(many, data, file).caption
+
+
 def test_page_text_and_json_show_it(make_run: MakeRun, hub_model: HubModel, tmp_path: Path, run: RunCommand) -> None:
     make_run(suffix="-4bit")
     make_run(*[(2, 2)] * 32, suffix="-2bit")
