@@ -80,7 +80,7 @@ class StoredChunk:
     Attributes:
         attention: The implementation that reads rows.
         keys: The rows of all places of a batch, the capacity of each sequence side by side.
-        values: Likewise.
+        values: The rows of the values of the same places.
         k: The chunk's keys as they came, [batch, num_kv_heads, tokens, head_dim].
         v: The chunk's values, [batch, num_kv_heads, tokens, v_head_dim].
         num_past: The tokens of each sequence before the chunk, padding included.
@@ -221,7 +221,7 @@ def _indptr(lengths: Tensor) -> Tensor:
 
 
 def _mask(*, attention_mask: Tensor | None, **rest: Any) -> Tensor | None:
-    """Which tokens are no padding, bool [batch, tokens]; None where all are tokens. Every model is causal here."""
+    """The tokens that are no padding, bool [batch, tokens]; None where all are. Every model is causal here."""
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
 
 

@@ -22,7 +22,7 @@ from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 from kvtuner.runtime_loader.rows_in_place import attention_in_place, register_attention_in_place
-from kvtuner.runtime_loader.transformers_layer import KVTunerLayer, token_count
+from kvtuner.runtime_loader.transformers_layer import KVTunerLayer, num_queries_of
 from kvtuner.runtime_loader.window_attention import register_window_attention
 from kvtuner.supported_models import refuse_other_caches
 
@@ -221,7 +221,7 @@ class KVTunerCache(Cache):
         """Length and offset of what the next `update` of a layer returns; the offset counts copies, negative."""
         layer = self._packed_layers[layer_idx]
         reads_back = self._is_attended and self._in_place is None
-        copies = layer.copies_read(token_count(query_length), self.read_plan) if reads_back else 0
+        copies = layer.copies_read(num_queries_of(query_length), self.read_plan) if reads_back else 0
         length, _ = layer.get_mask_sizes(query_length)
         return length + copies, -copies
 

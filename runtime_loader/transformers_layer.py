@@ -80,7 +80,7 @@ class KVTunerLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of what the next `update` returns."""
-        return self.get_seq_length() + token_count(query_length), 0
+        return self.get_seq_length() + num_queries_of(query_length), 0
 
     def get_seq_length(self) -> int:
         """The number of stored tokens."""
@@ -122,7 +122,7 @@ class KVTunerLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(rows.shape[0]).repeat_interleave(repeats))
 
 
-def token_count(query_length: int | Tensor) -> int:
+def num_queries_of(query_length: int | Tensor) -> int:
     """The number of queries of a chunk."""
     # Early releases of transformers 5 give the positions of the queries.
     return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
