@@ -117,6 +117,12 @@ class PackedAttention(Protocol):
         which pad a batch.
         """
 
+    def read(self, stored: PackedRows, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [tokens, num_kv_heads, channels] of token slots [tokens], in model space.
+
+        They are of the served `dtype`, or of float32 where `extend` reads new tokens as precisely as that.
+        """
+
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:

@@ -94,6 +94,10 @@ class TorchAttention:
                 output[new] = layer.attend(q[new], parts)
         return output
 
+    def read(self, stored: PackedRows, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedAttention.read`: in float32."""
+        return stored.read(slots, torch.float32)
+
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:

@@ -144,6 +144,10 @@ class NativeAttention:
             parts.append(_Attended(values.transform.invert(part.output), part.lse))
         return _delivered(functools.reduce(_Attended.merged, parts).output, q, out)
 
+    def read(self, stored: PackedRows, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedAttention.read`: in float32."""
+        return stored.read(slots, torch.float32)
+
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:

@@ -99,6 +99,14 @@ class TritonAttention:
             )  # fmt: skip
         return out
 
+    def read(self, stored: PackedRows, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedAttention.read`: by one launch, without waiting for the device."""
+        out = torch.empty((len(slots), *stored.shape[1:]), dtype=dtype, device=slots.device)
+        launch.read(
+            self._side(stored), slots, torch.full((1,), len(slots), dtype=torch.int32, device=slots.device), out
+        )
+        return out
+
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:

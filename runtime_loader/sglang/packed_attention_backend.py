@@ -9,10 +9,12 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
+from kvtuner.runtime_loader.sglang.compat.pool import write_slots
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -39,6 +41,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
                 list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
             )
         self._window: WindowReads | None = None  # of the layer that attends
+        self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_attention_layers` left none
 
@@ -65,11 +68,28 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         return output
 
     def _enter(self, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
+        self._stored_at = None
         copies = self.pool.copies_of(layer.layer_id)
         if copies is not None and not save_kv_cache:
             with refusing():
                 raise ServingError("this model stores keys by itself, so that an exact window would miss them")
         self._window = None if copies is None else WindowReads(copies, forward_batch.req_pool_indices)
+
+    def _set_kv_buffer(
+        self, forward_batch: Any, layer: Any, loc_info: Any, k: Tensor, v: Tensor, *scales: float | None
+    ) -> None:
+        self._stored_at = write_slots(loc_info)
+        super()._set_kv_buffer(forward_batch, layer, loc_info, k, v, *scales)
+
+    def _as_stored(self, keys: PackedRows, values: PackedRows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The new keys and values [tokens, heads, channels] as a reader of their rows sees them."""
+        if self._stored_at is None:
+            with refusing():
+                raise ServingError(
+                    "this model stores keys by itself, so that a chunk cannot read them back; drop --kvtuner-attend"
+                )
+        k, v = (self.attention.read(stored, self._stored_at, dtype) for stored in (keys, values))
+        return k, v
 
     def _store_copies(self, layer: Any, new: NewTokens, k: Tensor, v: Tensor) -> None:
         copies = self.pool.copies_of(layer.layer_id)
@@ -99,7 +119,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend)
         scores, window, prefix = ScoreScaling(sm_scale, logit_cap), self._window, None
         if self.pool.rank_state.attend == "cache":
-            stored = self.pool.as_stored(layer.layer_id, k, v)
+            stored = self._as_stored(keys, values, q.dtype)
             if window is None:
                 k, v = stored
             else:

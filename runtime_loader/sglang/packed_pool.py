@@ -131,11 +131,6 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             keys, values, write_slots(loc_info), cache_k.view(-1, *keys.shape[1:]), cache_v.view(-1, *values.shape[1:])
         )
 
-    def as_stored(self, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The fresh keys and values [tokens, heads, channels] as a reader of this layer's rows would see them."""
-        keys, values = self.keys[layer_id - self.start_layer], self.values[layer_id - self.start_layer]
-        return keys.as_stored(k.view(-1, *keys.shape[1:])), values.as_stored(v.view(-1, *values.shape[1:]))
-
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copy rows, scales included, from slots to slots in every layer."""
         for rows in (*self.k_buffer, *self.v_buffer):

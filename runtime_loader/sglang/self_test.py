@@ -57,7 +57,7 @@ def self_test(pool: PackedKVPool) -> None:
 def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:
     """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows.
 
-    And the prefix alone, where the implementation reads it back.
+    And the tokens alone, and the prefix alone where the implementation reads it back.
     """
     # Heads and dtypes are those of serving, so that a kernel is compiled here and not for the first request.
     attention, one = rank.attention, q[:1]
@@ -71,6 +71,10 @@ def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRow
     bounds = ExtendBounds(
         torch.tensor([0, 1], device=slots.device), ends - (ends > 0).to(ends.dtype), prefix, longest=1
     )
+    for stored in (keys, values):
+        alone = attention.read(stored, slots, one.dtype)
+        if not torch.equal(alone, stored.read(slots, alone.dtype)):
+            return False
     read_back = attention.read_prefix(one, keys, values, replace(bounds, longest=MANY_TOKENS))
     for stored, states in zip((keys, values), read_back or (), strict=read_back is not None):
         if not torch.equal(states[: len(prefix)], stored.read(prefix, one.dtype)):

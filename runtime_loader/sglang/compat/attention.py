@@ -46,6 +46,7 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built."""
     name = METADATA_BACKEND
     check_leading(f"{_BACKEND}._forward_extend_kernel", "self", "layer")
+    check_leading(f"{_BACKEND}._set_kv_buffer", "self", "forward_batch", "layer", "loc_info", "k", "v")
     for method in ("forward_decode", "forward_extend"):
         check_leading(f"{_BACKEND}.{method}", "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
     check_leading(f"{_KERNELS}.decode_attention.decode_attention_fwd", *_DECODE)

@@ -11,6 +11,7 @@ from kvtuner.precision import ALL_BITS
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import read
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
+from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.transforms import TRANSFORMS, candidate_transforms
 
 if TYPE_CHECKING:
@@ -72,3 +73,14 @@ def test_an_fp16_model_reads_finite_numbers_of_keys_at_its_end(
     assert torch.isnan(out[5]).any()
     assert torch.isfinite(out[[0, 1, 2, 3, 4, 6, 7]]).all()
     assert float(stored.read(slots[:4], torch.float32).abs().max()) > 65519, "or nothing was beyond fp16"
+
+
+def test_attention_reads_new_tokens_back_in_the_served_dtype(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
+    attention = TritonAttention(torch.device("cpu"))
+    for bits in ALL_BITS:
+        stored = poisoned(row_format(2, 64, bits, "centered+balanced+hadamard"), 40)
+        slots = torch.tensor([39, 3, 17, 5])
+        attention.store(stored, stored, slots, *torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(5)))
+        for dtype in (torch.float16, torch.float32):
+            assert torch.equal(attention.read(stored, slots, dtype), stored.read(slots, dtype))
+    assert attention.read(stored, slots[:0], torch.float16).shape == (0, 2, 64)

@@ -99,7 +99,12 @@ class Mistaken(TorchAttention):
         return tuple(stored.read(bounds.slots, q.dtype).roll(1, 0) for stored in (keys, values))
 
 
-READERS = (Deaf, Blind, Boundless, Mistaken)
+class Late(TorchAttention):
+    def read(self, stored, slots, dtype):
+        return super().read(stored, slots.roll(1), dtype)
+
+
+READERS = (Deaf, Blind, Boundless, Mistaken, Late)
 for wrong, what in ((Wrong, "keys of layer 1"), *((each, "attention of layer 1") for each in READERS)):
     process_state().rank = RankState(profile, "fresh", wrong(), gqa=2, logit_cap=2.0)
     try:
