@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgba
 
@@ -26,6 +28,8 @@ _GAP: Final = 40.0
 _TITLE_HEIGHT: Final = 24.0
 _WORST_SHADE: Final = 0.66
 """The end of matplotlib's magma_r that cells reach: what is darker would vanish on a dark page."""
+
+_OPTION: Final = re.compile(r"(?<!\S)--\w[\w-]*")
 
 
 def render(template: str, **context: object) -> str:
@@ -61,7 +65,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters.update(fixed=fixed, markdown_text=markdown_text)
+    templates.filters.update(fixed=fixed, markdown_text=markdown_text, whole_options=whole_options)
     templates.globals.update(
         bits_colours={bits: (colour, ink_on(to_rgba(colour))) for bits, colour in BITS_COLOURS.items()},
         bits_used=bits_used,
@@ -72,6 +76,11 @@ def environment() -> Environment:
         shades=[(to_hex(colour), "#fff" if ink_on(colour) == "white" else "#000") for colour in _shades()],
     )
     return templates
+
+
+def whole_options(text: str) -> Markup:
+    """The text with its command-line options kept on one line each: browsers break lines behind hyphens."""
+    return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', str(escape(text))))
 
 
 def _shades() -> list[tuple[float, float, float, float]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from page_reader import Page
 
-from kvtuner.report.html_page import environment, render
+from kvtuner.report.html_page import environment, render, whole_options
 from kvtuner.report.plots.drawing import Drawing, drawn
 from kvtuner.report.table import Table
 
@@ -35,6 +35,17 @@ def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: 
     assert page.names() == Page(page_of("plain")).names()
     assert [attributes["aria-label"] for name, attributes in page.tags if name == "svg"] == [text] * 2
     assert page.cells == [text, "x", text, text]
+
+
+@given(outside_text)
+def test_text_with_whole_options_reads_as_it_did(text: str) -> None:
+    page = Page(f"<p>{whole_options(text + ' --gpu H100')}</p>")
+    assert page.text == text + " --gpu H100"
+
+
+def test_browsers_cannot_break_an_option_behind_its_hyphens() -> None:
+    found = whole_options("run kvtuner report --gpu-memory <NAME>, a well-kept one --")
+    assert found == 'run kvtuner report <span class="option">--gpu-memory</span> &lt;NAME&gt;, a well-kept one --'
 
 
 def test_no_page_has_the_marks_of_markdown() -> None:
