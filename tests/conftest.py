@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hub_server import LoopbackHub
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test is about time, and an example may take seconds on a busy machine.
+settings.register_profile("kvtuner", deadline=None)
+settings.load_profile("kvtuner")
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 512
