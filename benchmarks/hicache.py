@@ -175,7 +175,7 @@ def ours(
     pages = HostPages(layout, torch.zeros(layout.buffer_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"))
     mover: Any = TorchMover(layers, pages)
     if device.type == "cuda":
-        from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+        from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
 
         mover = TritonMover(layers, pages)
 

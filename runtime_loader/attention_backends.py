@@ -106,7 +106,7 @@ def _triton_attention(device: torch.device) -> PackedAttention:
 
 
 def _triton_mover(layers: Layers, pages: HostPages, timed: Timed) -> PageMover:
-    from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+    from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
 
     return TritonMover(layers, pages, timed)
 

@@ -101,7 +101,7 @@ class TorchMover:
     def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
         """See `PageMover.backup`."""
         page_size = self._pages.layout.page_size
-        for host, device in in_blocks(host_slots, device_slots, page_size):
+        for host, device in in_blocks(host_slots, device_slots, page_size, block_tokens(page_size)):
             host_pages, device_pages = pages_of(host, page_size), pages_of(device, page_size)
             for layer, sides in enumerate(self._layers):
                 for side_index, side in enumerate(sides):
@@ -117,7 +117,7 @@ class TorchMover:
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
         """See `PageMover.load`."""
         page_size = self._pages.layout.page_size
-        for host, device in in_blocks(host_slots, device_slots, page_size):
+        for host, device in in_blocks(host_slots, device_slots, page_size, block_tokens(page_size)):
             for side_index, side in enumerate(self._layers[layer]):
                 source = self._pages.rows(layer, side_index)
                 pages = _words(source)[pages_of(host, page_size)]
@@ -134,16 +134,15 @@ def _words(pages: Tensor) -> Tensor:
     return pages.view(torch.int64)
 
 
-def block_tokens(page_size: int) -> int:
-    """Tokens that move at a time, whole pages: bounds what a transfer allocates on the device."""
-    return max(BLOCK_TOKENS // page_size, 1) * page_size
+def block_tokens(page_size: int, most: int = BLOCK_TOKENS) -> int:
+    """Tokens that move at a time, at most so many in whole pages: bounds what a transfer takes of the device."""
+    return max(min(BLOCK_TOKENS, most) // page_size, 1) * page_size
 
 
-def in_blocks(host_slots: Tensor, device_slots: Tensor, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Slots in blocks of whole pages."""
+def in_blocks(host_slots: Tensor, device_slots: Tensor, page_size: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slots in blocks of so many, which are whole pages."""
     assert len(host_slots) == len(device_slots)
     assert len(host_slots) % page_size == 0
-    block = block_tokens(page_size)
     yield from zip(host_slots.split(block), device_slots.split(block), strict=True)
 
 

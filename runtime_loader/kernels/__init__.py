@@ -1,7 +1,7 @@
 """Triton kernels over packed rows. This package alone imports triton; it knows nothing of servers.
 
-`attention_backends` uses `triton_attention` (`TritonAttention`) and `page_mover` (`TritonMover`), each when a server
-chooses it. The rest is private; `benchmarks/` measures it.
+`attention_backends` uses `triton_attention` (`TritonAttention`) and `pages.page_mover` (`TritonMover`), each when a
+server chooses it. The rest is private; `benchmarks/` measures it.
 """
 
 from typing import Final

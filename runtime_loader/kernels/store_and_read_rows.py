@@ -1,4 +1,4 @@
-"""Rows in kernels: written from keys and values, read back to model space, and moved as pages of bytes.
+"""Rows in kernels: written from keys and values, and read back to model space.
 
 Codes and scale words that are written equal those of `quant.py` for the same input. So nothing that computes may be
 contracted (`enable_fp_fusion` is off at launch), division is IEEE's, and the Hadamard adds in the same order.
@@ -158,7 +158,7 @@ def _units_of(codes, slot, not_finite, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_side(
+def store_side(
     x_ptr, x_stride_t, x_stride_h, rows_ptr, mu_ptr, inverse_ptr, tokens, slots, mask_tokens, head,
     ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     STEPS: tl.constexpr, SYMMETRIC: tl.constexpr, FITTED: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr,
@@ -254,33 +254,29 @@ def store_rows(
     mask_tokens = tokens < num_tokens  # [TOKENS]
     slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
     if tl.program_id(2) == 0:
-        _store_side(
+        store_side(
             k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, mask_tokens, head,
             K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_STEPS, K_SYMMETRIC, K_FITTED, K_PADDED,
             K_WORD, TOKENS,
         )  # fmt: skip
     else:
         # Values have no constants, for which any pointer stands.
-        _store_side(
+        store_side(
             v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, mask_tokens, head,
             V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_FITTED, V_PADDED,
             V_WORD, TOKENS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
-def read_side(
-    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
+@triton.jit
+def read_tile(
+    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots, out_ptr, out_stride_t, out_stride_h, places, mask_tokens, head,
     HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Read one head of the first `count` tokens back to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
+    """Read one head of rows at slots [TOKENS] to places [TOKENS] of [tokens, heads, DIM], as `QuantSpec` rounds."""
     SLOTS: tl.constexpr = slots_of(BITS)
     UNITS: tl.constexpr = DIM // SLOTS
-    head = tl.program_id(1)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    mask_tokens = tokens < tl.load(count_ptr)  # [TOKENS]
-    slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
     channels = tl.arange(0, PADDED)  # [PADDED], a power of two
     mask_channels = channels < DIM  # [PADDED]
     mask = mask_tokens[:, None] & mask_channels[None, :]  # [TOKENS, PADDED]
@@ -309,32 +305,23 @@ def read_side(
         # Zeros in padding, which steps that mix channels need.
         y = tl.where(mask, codes.to(tl.float32) * scale + minimum, 0.0)
         y = invert_steps(y, head, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM)
-    out = out_ptr + tokens[:, None] * out_stride_t + head * out_stride_h + channels[None, :]  # [TOKENS, PADDED]
+    out = out_ptr + places[:, None] * out_stride_t + head * out_stride_h + channels[None, :]  # [TOKENS, PADDED]
     if BITS != 16 and out_ptr.dtype.element_ty == tl.float16:
         y = fp16_saturated(y)  # half a step above the largest key, or a Hadamard of such
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def copy_pages(
-    spans_ptr, host_pages_ptr, device_pages_ptr, device_ptr, host_ptr, first_span,
-    TO_HOST: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
+def read_side(
+    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
+    HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    STEPS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One span (a layer's keys or values) of one page: 8-byte words, two to a lane.
-
-    A span is how far its first page lies from a pointer of the device, how far the next one, the same on the host, and
-    its length, all in units of two words, so that the compiler knows what they are multiples of.
-    """
-    page = tl.program_id(0)
-    span = spans_ptr + (first_span + tl.program_id(1)) * FIELDS
-    device = tl.load(span) + tl.load(device_pages_ptr + page).to(tl.int64) * tl.load(span + 1)
-    host = tl.load(span + 2) + tl.load(host_pages_ptr + page).to(tl.int64) * tl.load(span + 3)
-    device_page, host_page = device_ptr + 2 * device, host_ptr + 2 * host  # numbers, as all above
-    words = 2 * tl.load(span + 4)
-    for start in range(0, words, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)  # [BLOCK]
-        mask = offsets < words  # [BLOCK]
-        if TO_HOST:
-            tl.store(host_page + offsets, tl.load(device_page + offsets, mask=mask), mask=mask)
-        else:
-            tl.store(device_page + offsets, tl.load(host_page + offsets, mask=mask), mask=mask)
+    """Read one head of the first `count` tokens back to [tokens, heads, DIM]."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+    mask_tokens = tokens < tl.load(count_ptr)  # [TOKENS]
+    slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
+    read_tile(
+        rows_ptr, words_ptr, mu_ptr, lam_ptr, slots, out_ptr, out_stride_t, out_stride_h, tokens, mask_tokens,
+        tl.program_id(1), HEADS, ROW, DIM, BITS, GROUPS, STEPS, PADDED, WORD,
+    )  # fmt: skip

@@ -32,7 +32,9 @@ from kvtuner.runtime_loader.kernels.launch import (
     store_facts,
 )
 from kvtuner.runtime_loader.kernels.launch_settings import Device
-from kvtuner.runtime_loader.kernels.page_mover import BLOCK_WORDS, SPAN_FIELDS
+from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
+from kvtuner.runtime_loader.kernels.pages.page_mover import COPY_WARPS, copy_facts, read_layer_facts
+from kvtuner.runtime_loader.kernels.pages.store_and_read_layers import read_layer, store_layers
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
@@ -123,8 +125,20 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
 
 def moving(*, to_host: bool) -> list[str]:
     """What the kernel that moves pages does to memory."""
-    facts = {"TO_HOST": to_host, "FIELDS": SPAN_FIELDS, "BLOCK": BLOCK_WORDS}
-    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(store_and_read_rows.copy_pages, facts, HOPPER).asm["ptx"])
+    facts = {"TO_HOST": to_host, **copy_facts(512)}
+    kernel = sass.compiled(copy_pages, facts, HOPPER, num_warps=COPY_WARPS)
+    return re.findall(r"[ls][dt][.]global\S*", kernel.asm["ptx"])
+
+
+def moving_layers(k_bits: int, v_bits: int) -> list[dict[str, int]]:
+    """The kernels that quantize layers into staged rows and read one back, with every transform."""
+    keys, values = transformed(k_bits, 128), transformed(v_bits, 128)
+    facts = {**store_facts(keys, values), "UNIT": 8, "K_UNIT": 8, "V_UNIT": 8}
+    kernels = [
+        sass.compiled(store_layers, facts, HOPPER, **EXACT),
+        sass.compiled(read_layer, read_layer_facts(keys, values), HOPPER, **EXACT),
+    ]
+    return [{**instructions(kernel), "spills": spills(kernel)} for kernel in kernels]
 
 
 pairs = [PrecisionPair(k, v) for k, v in ((16, 16), (16, 4), (4, 16), (4, 4), (3, 3))]
@@ -135,6 +149,7 @@ found = {
         spills(stored(*bits, head_dim)) for bits in ((4, 2), (3, 3)) for head_dim in (80, 96, 256)
     ],
     "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96), (3, 80))],
+    "layers": moving_layers(4, 2) + moving_layers(8, 3),
     "pages": [moving(to_host=to_host) for to_host in (True, False)],
     "extending": [
         spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))

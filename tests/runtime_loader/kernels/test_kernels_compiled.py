@@ -93,7 +93,7 @@ def found() -> Any:
 
 @compiling
 def test_the_kernels_that_round_as_quant_does_are_not_contracted(found: Any) -> None:
-    for instructions in (*found["store"], *found["read"]):
+    for instructions in (*found["store"], *found["read"], *found["layers"]):
         assert not [name for name in instructions if name.startswith(("fma", "div.full", "div.approx", "rcp"))]
     for instructions in found["store"]:
         assert instructions["div.rn.f32"] > 0
@@ -103,6 +103,7 @@ def test_the_kernels_that_round_as_quant_does_are_not_contracted(found: Any) -> 
 def test_kernels_beside_the_decode_loop_compile_without_spills(found: Any) -> None:
     assert found["store, other head_dims"] == [0] * 6
     assert found["extending"] == [0] * 13
+    assert [kernel["spills"] for kernel in found["layers"]] == [0] * 4
     assert found["around"] == [0] * 27
     assert found["windowed"] == [0] * 10
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
-from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS
+from kvtuner.runtime_loader.kernels.pages import page_mover
+from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
 
 if TYPE_CHECKING:
     from fixture_types import MakeRowFormat
@@ -73,6 +76,74 @@ def test_pages_move_as_in_torch(
             assert torch.equal(side.raw, wanted.raw)
     for done in works:
         assert set(done) == (set() if packed else {"quantize", "dequantize"})
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The kernels that a mover launches, each with its grid."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(page_mover, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            found.append((self.name, grid))
+            return self.kernel[grid]
+
+    for name in ("copy_pages", "store_layers", "read_layer"):
+        monkeypatch.setattr(page_mover, name, Noted(name))
+    return found
+
+
+def test_a_few_programs_move_any_number_of_pages_by_one_launch(
+    row_format: MakeRowFormat, launches: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    layers = layers_of(row_format, 16, packed=True)
+    mover = TritonMover(layers, pages_for(layers, 16, "page_first", 0))
+    slots = torch.arange(4 * 16)
+    mover.backup(slots, slots)
+    mover.load(1, slots, slots)
+    assert launches == [("copy_pages", (page_mover.COPY_PROGRAMS,))] * 2
+
+
+def test_below_an_unquantized_pool_all_layers_of_a_format_are_one_launch_and_move_by_one(
+    row_format: MakeRowFormat, launches: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_size = 16
+    by_torch, by_kernels = (5 * layers_of(row_format, page_size, packed=False) for _ in range(2))
+    # Layers of one format with states and constants of their own.
+    for layers in (by_torch, by_kernels):
+        for index, (keys, values) in enumerate(layers):
+            generator = torch.Generator().manual_seed(index)
+            spec = keys.format.spec
+            if spec is not None and spec.transform.mu is not None:
+                transform = replace(spec.transform, mu=torch.randn(HEADS, DIM, generator=generator).half())
+                keys = replace(keys, format=replace(keys.format, spec=replace(spec, transform=transform)))
+            layers[index] = tuple(
+                replace(side, buffer=torch.randn(side.buffer.shape, generator=generator).half())
+                for side in (keys, values)
+            )
+    pages, other = (pages_for(by_torch, page_size, "page_first", 0) for _ in range(2))
+    monkeypatch.setattr(page_mover, "STAGING_BYTES", 3 * page_size * pages.layout.token_bytes)  # two blocks
+    movers = (TorchMover(by_torch, pages), TritonMover(by_kernels, other))
+    device_slots, host_slots = torch.arange(4 * page_size).flip(0).view(4, -1).flip(1).flatten(), torch.arange(4 * 16)
+    for mover in movers:
+        mover.backup(host_slots, device_slots)
+    assert torch.equal(pages.buffer, other.buffer)
+    grids = {tokens: (tokens // STORED_TOKENS, HEADS, 2 * 5) for tokens in (48, 16)}
+    copying = ("copy_pages", (page_mover.COPY_PROGRAMS,))
+    assert launches == [
+        step for tokens in (48, 16) for step in (*[("store_layers", grids[tokens])] * len(BITS), copying)
+    ]
+    launches.clear()
+    for mover in movers:
+        for layer in range(len(by_torch)):
+            mover.load(layer, host_slots, device_slots.roll(page_size))
+    for sides, expected in zip(by_kernels, by_torch, strict=True):
+        for side, wanted in zip(sides, expected, strict=True):
+            assert torch.equal(side.raw, wanted.raw)
+    assert len(launches) == 2 * len(by_torch)
 
 
 def test_no_pages_are_no_launch(row_format: MakeRowFormat) -> None:
