@@ -27,6 +27,8 @@ FP8_FACTOR: Final = 2.0
 """The multiple of fp8's KL up to which a cache is taken for harmless."""
 EQUAL_SHARE: Final = 0.25
 """The share of the uniform's KL within which a difference must surely lie for both to be called equal."""
+EQUAL_KL: Final = 0.001
+"""The difference in KL, nats per token, within which both are equal whatever share of the uniform's KL it is."""
 TRANSFORMED: Final = " + transforms"
 MAX_SEQUENCES: Final = 4096
 """The most report sequences that are suggested."""
@@ -102,9 +104,18 @@ class _Facts:
 
     @property
     def _is_equal(self) -> bool:
-        """Whether the difference from the uniform surely is a small share of its KL."""
-        margin = EQUAL_SHARE * self._uniform_kl
-        return -margin <= self._difference.low and self._difference.high <= margin
+        """Whether the difference from the uniform surely is small."""
+        return -self._margin <= self._difference.low and self._difference.high <= self._margin
+
+    @property
+    def _margin(self) -> float:
+        return max(EQUAL_SHARE * self._uniform_kl, EQUAL_KL)
+
+    @property
+    def _margin_text(self) -> str:
+        if self._margin == EQUAL_KL:
+            return f"within {EQUAL_KL}"
+        return "within a quarter of the uniform's KL"
 
     @property
     def _uniform_kl(self) -> float:
@@ -133,10 +144,10 @@ class _Facts:
         if self._is_below:
             return (f"That is {1 - self.kl / self._uniform_kl:.0%} below {rival} ({figures}).",)
         if self._is_equal:
-            return (f"It is as good as {rival} ({figures}: within a quarter of the uniform's KL).",)
+            return (f"It is as good as {rival} ({figures}: {self._margin_text}).",)
         return (
-            f"The text is too little to tell whether the profile is as good as {rival} ({figures}: not within a quarter"
-            " of the uniform's KL).",
+            f"The text is too little to tell whether the profile is as good as {rival} ({figures}: not"
+            f" {self._margin_text}).",
         )
 
     def _gains(self) -> Sequence[str]:
@@ -201,12 +212,12 @@ class _Facts:
     def _more_text(self, uniform: UniformRecord) -> str:
         """How much text would tell both apart, or show that they are equal: an interval narrows as its square root."""
         calibration = self.profile.provenance.calibration
-        name, margin = _with_transforms(uniform.name), EQUAL_SHARE * self._uniform_kl
-        if calibration is None or margin <= 0:
+        name = _with_transforms(uniform.name)
+        if calibration is None:
             return f"Measure more text: this one does not tell it from {name}."
         counts = calibration.num_sequences
         half_width = (self._difference.high - self._difference.low) / 2
-        wanted = max(2 * counts.report, 4 * math.ceil(counts.report * (half_width / margin) ** 2 / 4))
+        wanted = max(2 * counts.report, 4 * math.ceil(counts.report * (half_width / self._margin) ** 2 / 4))
         if wanted > MAX_SEQUENCES:
             return f"Use it or {name}: to tell them apart takes more than {MAX_SEQUENCES:,} report sequences."
         flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"

@@ -104,6 +104,14 @@ def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_g
     assert "transforms did" not in str(verdict(0.0105, difference=(-margin, margin), plain_kl=0.01))
 
 
+@pytest.mark.parametrize(("high", "recommendation"), [(0.00099, "use the uniform"), (0.00101, "more text")])
+def test_a_difference_that_no_one_would_notice_needs_no_more_text(high: float, recommendation: str) -> None:
+    found = verdict(4e-5, uniform_kl=5e-5, difference=(-3e-5, high))
+    assert found.recommendation == recommendation
+    assert ("not within 0.001)" in found.findings[2]) == (recommendation == "more text")
+    assert "within 0.001)" in found.findings[2]
+
+
 def test_a_winner_that_is_the_uniform_is_called_so() -> None:
     found = verdict(0.01, difference=(0.0, 0.0), pairs=UNIFORM)
     assert found.recommendation == "use"
