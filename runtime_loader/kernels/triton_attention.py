@@ -12,6 +12,7 @@ from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.launch_settings import Device
+from kvtuner.runtime_loader.workspaces import MOST_PREPARED, SPARE_BYTES, WORKSPACE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,16 +21,10 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
-WORKSPACE_BYTES: Final = 512 << 20
-"""The most bytes of a prefix that is read back, keys and values: 128k tokens of Llama-3.1-8B."""
 WORTH_READING: Final = 256
 """The pairs of query and head to a KV head from which a prefix is read back; docs/kernels.md says why."""
 HOST_TOKENS: Final = 128
 """The new tokens of a program of SGLang's own kernel."""
-MOST_PREPARED: Final = 512
-"""The requests that decode at once for which scratch is kept; for more it is allocated for the call."""
-SPARE_BYTES: Final = 4096
-"""The bytes of a scratch that the alignment of its pieces may take."""
 
 
 class TritonAttention:

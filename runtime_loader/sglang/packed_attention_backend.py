@@ -44,6 +44,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_attention_layers` left none
+        # SGLang allocates partial outputs of as many channels, for every batch and for graphs; ours are its own.
+        self.v_head_dim = 1
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **rest: Any

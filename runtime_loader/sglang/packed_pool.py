@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.precision import NATIVE_BITS
 from kvtuner.runtime_loader.exact_ring import ExactRing, ExactRings
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import LayerFormat, rank_formats
@@ -78,6 +80,13 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             self.copies = ExactRings(layers, window, len(self._generations), dtype=self.model_dtype, device=self.device)
             window_self_test(self, self.copies, self._generations)
         announce_window(self, ranks())
+
+    @property
+    def bytes_per_token(self) -> tuple[int, int]:
+        """The bytes of a token on this rank, as its rows are stored and as bf16 would be."""
+        sides = (*self.keys, *self.values)
+        in_bf16 = NATIVE_BITS // 8 * sum(math.prod(stored.shape[1:]) for stored in sides)
+        return sum(stored.rows[0].nbytes for stored in sides), in_bf16
 
     def forget_former_requests(self) -> None:
         """Empty the copies of request slots that were handed on, before the forward of their new requests."""

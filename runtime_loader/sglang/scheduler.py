@@ -15,8 +15,15 @@ from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_
 from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
-from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
+from kvtuner.runtime_loader.sglang.compat.pool import (
+    MHATokenToKVPool,
+    chunk_tokens,
+    graph_requests,
+    on_built,
+    on_pool,
+)
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
+from kvtuner.runtime_loader.sglang.graph_advice import recommend_graph
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import (
     PROFILE_KEY,
@@ -26,6 +33,7 @@ from kvtuner.runtime_loader.sglang.process_state import (
     process_state,
 )
 from kvtuner.runtime_loader.sglang.self_test import announce_capacity
+from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
@@ -46,12 +54,14 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
-        on_pool(PackedKVPool, _bytes_per_token, _bytes_per_request, _most_requests, announce_capacity)
+        on_pool(
+            PackedKVPool, _bytes_per_token, _bytes_per_request, _most_requests, _workspace_bytes, announce_capacity
+        )  # fmt: skip
         on_triton_backend(make_backend)
         on_beam_search(_refusal_of_beams)
     pool_class = PackedKVPool if packed else MHATokenToKVPool
     if not tiers:
-        on_built(pool_class, lambda _, pool, requests: _add_copies(pool, requests))
+        on_built(pool_class, lambda _, pool, requests: _complete(pool, requests))
         return
     # Imported here because it brings SGLang's cache controllers along.
     from kvtuner.runtime_loader.sglang.hicache.tier import HostTier
@@ -59,7 +69,7 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
     tier = HostTier()
 
     def built(kvc: Any, pool: Any, requests: Any) -> None:
-        _add_copies(pool, requests)
+        _complete(pool, requests)
         _begin_tier(tier, kvc, pool)
 
     on_built(pool_class, built)
@@ -83,10 +93,12 @@ def _refusal_of_beams() -> str | None:
     return f"Beam search is not supported with an exact window ({window})." if window.num_tokens else None
 
 
-def _add_copies(pool: Any, requests: Any) -> None:
+def _complete(pool: Any, requests: Any) -> None:
     # A device pool in the model's dtype is exact as it is.
     if isinstance(pool, PackedKVPool):
         pool.add_copies(requests)
+        if pool.k_buffer[0].is_cuda:
+            recommend_graph(graph_requests(), requests.size, *pool.bytes_per_token)
 
 
 def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
@@ -166,6 +178,20 @@ def _most_requests(kvc: Any, num_tokens: int) -> int | None:
     formats = rank_formats(profile, range(len(profile.layers)), tp_rank=here.tp_rank, tp_size=here.tp_size)
     token = sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
     return most_requests(num_tokens, token, request_bytes(formats, profile.window, kvc.kv_cache_dtype))
+
+
+def _workspace_bytes(kvc: Any) -> int:
+    """Return the bytes that attention takes of a GPU, which SGLang's memory share does not know."""
+    if torch.device(kvc.device).type != "cuda":
+        return 0
+    profile = _profile(kvc.model_config)
+    return attention_bytes(
+        AttentionShape.of(
+            profile.to_geometry(), tp_size=ranks().tp_size,
+            chunk_tokens=chunk_tokens(), graph_requests=graph_requests(),
+            context_length=kvc.model_config.context_len, has_window=profile.window.num_tokens > 0,
+        )
+    )  # fmt: skip
 
 
 def _backend(kvc: Any) -> AttentionBackend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +10,7 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.layer_ranges import write_ranges
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedAttention, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
 
@@ -103,9 +102,10 @@ def failed(pool: PackedKVPool, what: str) -> ServingError:
     )
 
 
-def announce_capacity(rows_bytes: int, copies_bytes: int, num_tokens: int) -> None:
+def announce_capacity(rows_bytes: int, copies_bytes: int, workspace_bytes: int, num_tokens: int) -> None:
     """Say what the memory that SGLang leaves for the pool is good for, before --max-total-tokens caps it."""
     beside = f", beside {copies_bytes:,} bytes for the exact copies" if copies_bytes else ""
+    beside += f"; attention works in {workspace_bytes:,} more" if workspace_bytes else ""
     logger.info("%s bytes are available for the KV cache: %s tokens%s", f"{rows_bytes:,}", f"{num_tokens:,}", beside)
     if copies_bytes > rows_bytes * WORTH_A_WARNING:
         logger.warning(
@@ -140,8 +140,7 @@ def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
         layer_id: PrecisionPair(keys.format.bits, values.format.bits)
         for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer)
     }
-    bytes_per_token = sum(stored.rows[0].nbytes for stored in (*pool.keys, *pool.values))
-    bf16_bytes = NATIVE_BITS // 8 * sum(math.prod(stored.shape[1:]) for stored in (*pool.keys, *pool.values))
+    bytes_per_token, bf16_bytes = pool.bytes_per_token
     bf16_tokens = pool.size * bytes_per_token // bf16_bytes
     lines = [
         f"KV cache of rank {ranks.world_rank} (TP {ranks.tp_rank}/{ranks.tp_size}, stage {ranks.pp_rank})"

@@ -11,6 +11,7 @@ from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
 from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
+from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class SchemeCapacity:
     """The tokens, and requests of the whole context, that fit by one cache scheme or inside one budget.
 
     Bytes and bits are those of the fullest rank; a budget's are the most that it allows. Copies are those of an exact
-    window, of one request.
+    window, of one request; the workspace is what attention over packed rows takes beside the cache.
     """
 
     name: str
@@ -38,6 +39,7 @@ class SchemeCapacity:
     effective_bits: float
     bytes_per_token: int
     copies_bytes_per_request: int
+    workspace_bytes: int
     tokens: int
     requests: int
 
@@ -56,6 +58,13 @@ class SchemeSizes:
         rows = self.ranks.shape
         self._copies_of_layer = self._copies([SMALLEST_PAIR])
         self.channels = rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
+        self.workspace_bytes = attention_bytes(
+            AttentionShape.of(
+                shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
+                graph_requests=server.graph_requests, context_length=server.context_length,
+                has_window=quant.window.num_tokens > 0,
+            )
+        )  # fmt: skip
 
     def serving(self, **changes: int) -> SchemeSizes:
         """The same by another server."""
@@ -108,7 +117,8 @@ class SchemeSizes:
         concurrency, context = self.server.max_running_requests, self.server.context_length
         assert concurrency is not None
         # The server has one slot more than requests.
-        room = self.server.pool_bytes - max(map(len, self.ranks.stages)) * self._copies_of_layer
+        room = self.server.pool_bytes - self.workspace_bytes
+        room -= max(map(len, self.ranks.stages)) * self._copies_of_layer
         if room < GIB // 100:
             return None
         hundredths = room * 100 // GIB
@@ -138,8 +148,9 @@ class SchemeSizes:
 
     def _capacity(self, name: str, kind: SchemeKind, stages: Sequence[int], copies: Sequence[int]) -> SchemeCapacity:
         """The capacity by the bytes of a token, and of a request's copies, in each stage; the fullest limits all."""
+        workspace = 0 if kind in (REFERENCE, FP8) else self.workspace_bytes
         costs = [
-            CacheCost(rank_bytes, rank_copies, sum(stages), sum(copies))
+            CacheCost(rank_bytes, rank_copies, sum(stages), sum(copies), workspace)
             for rank_bytes, rank_copies in zip(stages, copies, strict=True)
         ]
         tokens = [self.server.tokens(cost) for cost in costs]
@@ -152,6 +163,7 @@ class SchemeSizes:
             effective_bits=8 * cost.bytes_per_token / (len(layers) * self.channels),
             bytes_per_token=cost.bytes_per_token,
             copies_bytes_per_request=cost.bytes_per_request,
+            workspace_bytes=workspace,
             tokens=tokens[fullest],
             requests=self.server.requests(tokens[fullest], cost),
         )

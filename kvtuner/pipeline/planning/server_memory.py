@@ -53,12 +53,14 @@ class CacheCost(NamedTuple):
         bytes_per_request: The bytes of a request slot's exact copies there.
         all_bytes_per_token: The bytes of a token's rows on the ranks of all pipeline stages together.
         all_bytes_per_request: The bytes of a request slot's exact copies there.
+        workspace_bytes: The bytes that attention takes beside the cache on a rank.
     """
 
     bytes_per_token: int
     bytes_per_request: int
     all_bytes_per_token: int
     all_bytes_per_request: int
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,26 @@ class ServerMemory:
     @property
     def reserved_mib(self) -> float:
         """The MiB that SGLang reserves for activations and graphs."""
-        kind = next(kind for kind in _GPU_CLASSES if self.memory_mib < kind.below_mib)
-        decode_graph = kind.decode_graph if self.tp_size < _MANY_RANKS else kind.decode_graph_of_many
-        if self.max_running_requests is not None:
-            decode_graph = min(decode_graph, self.max_running_requests)
         # Pipelines prefill without graphs.
-        prefill_graphs = kind.prefill_graphs if self.pp_size == 1 else 0
+        prefill_graphs = self._gpu_class.prefill_graphs if self.pp_size == 1 else 0
         of_ranks = self.tp_size * self.pp_size / 8 * _GIB_MIB
-        return 512 + 1.5 * kind.chunk_tokens + of_ranks + 2 * decode_graph + 8 * prefill_graphs
+        return 512 + 1.5 * self.chunk_tokens + of_ranks + 2 * self.graph_requests + 8 * prefill_graphs
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk of prefill."""
+        return self._gpu_class.chunk_tokens
+
+    @property
+    def graph_requests(self) -> int:
+        """The requests of the largest CUDA graph of decoding."""
+        kind = self._gpu_class
+        decode_graph = kind.decode_graph if self.tp_size < _MANY_RANKS else kind.decode_graph_of_many
+        return decode_graph if self.max_running_requests is None else min(decode_graph, self.max_running_requests)
+
+    @property
+    def _gpu_class(self) -> _GpuClass:
+        return next(kind for kind in _GPU_CLASSES if self.memory_mib < kind.below_mib)
 
     @property
     def static_fraction(self) -> float:
@@ -134,11 +148,12 @@ class ServerMemory:
 
     def tokens(self, cost: CacheCost) -> int:
         """The tokens that fit; 0 where a server would refuse to start, since copies take most of the memory."""
-        if self.pool_bytes < cost.bytes_per_token:
+        available = self.pool_bytes - cost.workspace_bytes
+        if available < cost.bytes_per_token:
             return 0
-        num_tokens = largest_pool(self.pool_bytes, cost.bytes_per_token, 1, lambda n: self.copies_bytes(n, cost))
+        num_tokens = largest_pool(available, cost.bytes_per_token, 1, lambda n: self.copies_bytes(n, cost))
         copies = self.copies_bytes(num_tokens, cost) if cost.bytes_per_request else 0
-        return 0 if copies > LARGEST_COPIES_SHARE * self.pool_bytes else num_tokens
+        return 0 if copies > LARGEST_COPIES_SHARE * available else num_tokens
 
     def requests(self, num_tokens: int, cost: CacheCost) -> int:
         """The requests of the whole context that so many tokens hold; by SGLang's choice, those that it runs."""

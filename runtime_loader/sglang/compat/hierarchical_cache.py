@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +29,8 @@ __all__ = ["HiCacheFile", "HiCacheStorage", "HostKVCache"]  # handed on
 _ASSEMBLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _FACTORY: Final = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _HOST_POOL: Final = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+_ALLOCATE: Final = "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register"
+_ALLOCATE_TAKES: Final = ("dims", "dtype", "device", "pin_memory", "allocator", "registration_granularity_bytes")
 # The methods that `PackedHostPool` overrides, with the parameters that SGLang gives by position.
 _OVERRIDDEN: Final = {
     "get_size_per_token": (),
@@ -104,11 +108,16 @@ def extra_config(text: str | None) -> dict[str, Any]:
     return parsed
 
 
-def allocate(pool: Any, num_bytes: int, device: torch.device) -> Tensor:
-    """Host memory of a pool, zeroed by the system, that the device reaches."""
+def allocate(pool: Any, num_bytes: int, device: torch.device, record_bytes: int) -> Tensor:
+    """Host memory of a pool, zeroed by the system, that the device reaches.
+
+    SGLang registers large pools piece by piece: a piece is whole records, and ends where a page of the system does, of
+    which no part may be registered twice.
+    """
     buffer: Tensor = ALLOC_MEMORY_FUNCS[device.type](
-        (num_bytes,), dtype=torch.uint8, device="cpu", pin_memory=pool.pin_memory, allocator=pool.allocator
-    )
+        (num_bytes,), dtype=torch.uint8, device="cpu", pin_memory=pool.pin_memory, allocator=pool.allocator,
+        registration_granularity_bytes=math.lcm(record_bytes, mmap.PAGESIZE),
+    )  # fmt: skip
     return buffer
 
 
@@ -127,6 +136,7 @@ def on_host_pool(make: Callable[..., Any]) -> None:
                 )
             return make(kv_pool, page_size=page_size, label=pool_label, size_gb=host_size)
 
+    check_leading(_ALLOCATE, *_ALLOCATE_TAKES)
     for name, parameters in _OVERRIDDEN.items():
         check_leading(f"{_HOST_POOL}.{name}", "self", *parameters)
     install(f"{_ASSEMBLER}.build_kv_host_pool", build, AROUND, "kv_pool", "page_size", "host_size", "pool_label")

@@ -11,6 +11,8 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.kv_cache_configurator import get_schedule
 from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.runtime_context import get_exec
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool
@@ -20,7 +22,7 @@ from kvtuner.runtime_loader.sglang.process_state import refusing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "generations_of", "on_built", "on_pool", "write_slots"]
+__all__ = ["KvBufferDesc", "MHATokenToKVPool"]  # handed on
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
@@ -44,14 +46,15 @@ def on_pool(
     bytes_per_token: Callable[[Any, range], int],
     bytes_per_request: Callable[[Any, range], int],
     most_requests: Callable[[Any, int], int | None],
-    announce_capacity: Callable[[int, int, int], None],
+    workspace_bytes: Callable[[Any], int],
+    announce_capacity: Callable[[int, int, int, int], None],
 ) -> None:
     """Build dense pools as `pool_class`, and size them by the bytes of a token and of a request slot on this rank.
 
     Both are functions of the configurator and of global layer ids. `most_requests` gives the requests to run at once
     where nobody asked for a number, for a pool of so many tokens, None for as many as SGLang likes; it must be the same
-    on all ranks. `announce_capacity` is called with the bytes for rows, the bytes of all requests, and the tokens that
-    SGLang makes of the former.
+    on all ranks. `workspace_bytes` are kept free of cache for attention. `announce_capacity` is called with the bytes
+    for rows, of all requests and of attention, and the tokens that SGLang makes of the first.
     """
 
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -67,20 +70,20 @@ def on_pool(
         layers = range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
         with refusing():
             size = bytes_per_token(kvc, layers)
-            self._kvtuner_requests = _RequestCosts(kvc, bytes_per_request(kvc, layers))
+            self._kvtuner_requests = _RequestCosts(kvc, bytes_per_request(kvc, layers), workspace_bytes(kvc))
             return size
 
     def sized(original: Callable[..., Any], self: Any, available_bytes: int, page_size: int) -> Any:
         costs = getattr(self, "_kvtuner_requests", None)
         if costs is None:
             return original(self, available_bytes, page_size)
-        rows_bytes, taken = max(available_bytes - self._fixed_overhead_bytes, 0), 0
+        rows_bytes, taken = max(available_bytes - self._fixed_overhead_bytes - costs.workspace_bytes, 0), 0
         if costs.bytes_per_request:
             with refusing():
                 tokens = costs.most_tokens(rows_bytes, self._cell_size, page_size)
             rows_bytes, taken = tokens * self._cell_size, costs.of_tokens(tokens)
         result = original(self, self._fixed_overhead_bytes + rows_bytes, page_size)
-        announce_capacity(rows_bytes, taken, result.max_total_num_tokens)
+        announce_capacity(rows_bytes, taken, costs.workspace_bytes, result.max_total_num_tokens)
         return result
 
     def limited(original: Callable[..., int], self: Any, token_capacity: int) -> int:
@@ -105,6 +108,7 @@ class _RequestCosts:
 
     configurator: Any
     bytes_per_request: int
+    workspace_bytes: int = 0
 
     def most_tokens(self, available_bytes: int, bytes_per_token: int, page_size: int) -> int:
         """The tokens of the largest pool that fits with all its slots.
@@ -132,6 +136,19 @@ class _RequestCosts:
             return (int(self.configurator.resolve_max_num_reqs(num_tokens)) + 1) * self.bytes_per_request
         finally:
             log.disabled = was_disabled
+
+
+def chunk_tokens() -> int:
+    """The most new tokens of a forward."""
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size or 0
+    return int(max(chunk if chunk > 0 else 0, schedule.max_prefill_tokens if chunk <= 0 else 0))
+
+
+def graph_requests() -> int:
+    """The requests of the largest CUDA graph of decoding; 0 where there are no graphs."""
+    decode = get_exec().graph.cuda_graph_config.decode
+    return 0 if decode.backend == Backend.DISABLED else int(decode.max_bs or 0)
 
 
 def generations_of(request_pool: Any) -> torch.Tensor:

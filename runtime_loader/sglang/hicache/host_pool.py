@@ -96,7 +96,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
     def init_kv_buffer(self) -> Tensor:
         """Allocate the buffer, uint8."""
         layout = PageLayout(self.page_size, self._row_bytes, self.page_num, self._order, self._header_bytes)
-        buffer = allocate(self, layout.buffer_bytes, self.transfer_device)
+        buffer = allocate(self, layout.buffer_bytes, self.transfer_device, layout.record_bytes)
         self.pages = HostPages(layout, buffer)
         self.mover = self._make_mover(self.device_layers, self.pages, self._timed)
         return buffer

@@ -19,6 +19,7 @@ from kvtuner.pipeline.planning.plan_text import search_sentences
 from kvtuner.pipeline.planning.search_cost import SearchCost
 from kvtuner.pipeline.planning.server_memory import ServerMemory
 from kvtuner.precision import GIB, ExactWindow, PrecisionPair
+from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 from kvtuner.search_spaces.budget import Budget
 
 if TYPE_CHECKING:
@@ -47,12 +48,17 @@ def test_bytes_are_those_of_the_fullest_rank_and_tokens_fill_the_memory(
     geometry = read_shape(ModelSource(str(folder))).geometry
     ranks = RankLayout.of(geometry, tp_size=tp_size, pp_size=pp_size)
     copies = ranks.window_bytes([PrecisionPair(2, 2)] * 32, ExactWindow(32))
+    heads = max(1, 32 // tp_size), max(1, 8 // tp_size)
+    workspace = attention_bytes(AttentionShape(*heads, 128, 128, 8192, 40, 32_768, has_window=True))
     assert plan.server.rank_weights_bytes == -(-LLAMA_BYTES // (tp_size * pp_size))
     for row in plan.schemes:
         if row.kind == "uniform":
             assert row.bytes_per_token == ranks.bytes_per_token([PrecisionPair.parse(row.name)] * 32)
         slots = 41 * copies if row.kind in ("uniform", "budget") else 0
-        assert row.tokens == (plan.server.pool_bytes - slots) // row.bytes_per_token
+        # Attention of SGLang itself works in what SGLang keeps.
+        works_in = 0 if row.name in ("bf16", "fp8") else workspace
+        assert row.workspace_bytes == works_in
+        assert row.tokens == (plan.server.pool_bytes - works_in - slots) // row.bytes_per_token
         assert row.requests == row.tokens // 32_768
     assert plan.schemes[0].bytes_per_token == ranks.bf16_bytes_per_token() == 2 * plan.schemes[1].bytes_per_token
 
@@ -74,6 +80,7 @@ def test_the_largest_budget_is_the_largest_with_which_all_requests_fit(
     }  # fmt: skip
     plan = plan_of(folder, **options)
     assert plan.advice.choice == "search" and plan.server.pool_bytes == room
+    room -= plan.schemes[-1].workspace_bytes
     (text,) = plan.advice.budgets
     budget = Budget.parse(text)
     assert text.endswith(f"GiB@{concurrency}x32k")
@@ -83,7 +90,7 @@ def test_the_largest_budget_is_the_largest_with_which_all_requests_fit(
     window = ExactWindow(residual_length)
     ranks = RankLayout.of(plan.shape.geometry, tp_size=tp_size, pp_size=pp_size)
     slot = ranks.window_bytes([PrecisionPair(2, 2)] * 32, window)
-    assert float(larger.partition("GiB")[0]) * GIB + slot > plan.server.pool_bytes
+    assert float(larger.partition("GiB")[0]) * GIB + slot > room
     # Stored bits are another word for the same rows.
     bits = f"{plan.advice.effective_bits:.2f}bpe"
     assert requests_of(plan_of(folder, **options, budget=(bits,)), Budget.parse(bits).text) >= concurrency
@@ -94,7 +101,7 @@ def test_the_largest_budget_is_the_largest_with_which_all_requests_fit(
     assert 0 < len(inside) < len(mixes)
     for mix in inside:
         rows = ranks.bytes_per_token(mix) * context * concurrency
-        assert rows + (concurrency + 1) * ranks.window_bytes(mix, window) <= plan.server.pool_bytes
+        assert rows + (concurrency + 1) * ranks.window_bytes(mix, window) <= room
 
 
 UNIFORMS = ("2", "K4V2", "4", "K8V4", "8", "16")
@@ -125,12 +132,12 @@ def test_where_nothing_fits_the_least_ranks_that_would_are_named(hub_model: HubM
 
 def test_without_a_number_of_requests_the_search_is_of_the_budgets_that_hold_one(hub_model: HubModel) -> None:
     folder = hub_model("qwen")
-    plan = plan_of(folder, gpu="L4", memory=22 * GIB)
+    plan = plan_of(folder, gpu="L4", memory=22 * GIB + GIB // 2)
     assert [row.name for row in plan.schemes if row.kind == "budget" and row.requests] == list(plan.advice.budgets)
     assert 0 < len(plan.advice.budgets) < 4 and plan.advice.choice in ("search", "fp8")
-    none = plan_of(folder, gpu="L4", memory=22 * GIB, budget=("15bit",))
+    none = plan_of(folder, gpu="L4", memory=22 * GIB + GIB // 2, budget=("15bit",))
     assert none.advice.choice == plan.advice.choice
-    one = plan_of(folder, memory=21 * GIB + GIB // 2, budget=("8bit",))
+    one = plan_of(folder, memory=22 * GIB + GIB // 8, budget=("8bit",))
     assert one.advice.choice == "search" and one.advice.budgets[0].endswith("@1x32k")
     assert one.server_flags.endswith("--max-running-requests 1")
 

@@ -38,3 +38,8 @@ def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
     done = run_program(str(program), str(path), str(tmp_path), str(page_size), str(other))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "done"
+
+
+def test_a_large_pool_is_registered_in_pieces_of_whole_records_and_pages(run_program: RunProgram) -> None:
+    done = run_program(str(Path(__file__).with_name("registration_program.py")))
+    assert done.returncode == 0, done.stderr[-3000:]

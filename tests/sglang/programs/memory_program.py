@@ -41,7 +41,14 @@ def static_fraction(memory_mib: int, tp_size: int, pp_size: int, requests: int |
 
 
 def pool_size(
-    available: int, context: int, requests: int | None, token: int, slot: int, all_token: int, all_slot: int
+    available: int,
+    context: int,
+    requests: int | None,
+    token: int,
+    slot: int,
+    all_token: int,
+    all_slot: int,
+    workspace: int,
 ) -> list[int]:
     schedule = SimpleNamespace(max_running_requests=requests, max_total_tokens=None)
     kv_cache_configurator.get_schedule = pool.get_schedule = lambda: schedule
@@ -56,7 +63,7 @@ def pool_size(
     configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
     sizes: Any = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
     sizes._cell_size, sizes._fixed_overhead_bytes = token, 0
-    sizes._kvtuner_requests = pool._RequestCosts(configurator, slot)
+    sizes._kvtuner_requests = pool._RequestCosts(configurator, slot, workspace)
     tokens = sizes.calculate_pool_sizes(available, 1).max_total_num_tokens
     return [tokens, configurator.resolve_max_num_reqs(tokens)]
 
@@ -69,7 +76,8 @@ def main() -> None:
         lambda kvc, layers: 0,
         lambda kvc, layers: 0,
         lambda kvc, tokens: most_requests(tokens, *kvc.costs) if kvc.costs[1] else None,
-        lambda rows, copies, tokens: None,
+        lambda kvc: 0,
+        lambda rows, copies, workspace, tokens: None,
     )
     sys.stdout.write(
         json.dumps({"fractions": fractions, "pools": [pool_size(*case) for case in asked["pools"]]}) + "\n"

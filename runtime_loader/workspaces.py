@@ -1,0 +1,87 @@
+"""The bytes that attention by kernels works in on a GPU, beside weights and cache: SGLang's memory share knows none.
+
+Knows nothing of servers or kernels; tests compare it with what the kernels take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvtuner.geometry import ModelGeometry
+
+WORKSPACE_BYTES: Final = 512 << 20
+"""The most bytes of a prefix that is read back, keys and values: 128k tokens of Llama-3.1-8B."""
+MOST_PREPARED: Final = 512
+"""The requests that decode at once for which scratch is kept; for more it is allocated for the call."""
+SPARE_BYTES: Final = 4096
+"""The bytes of a scratch that the alignment of its pieces may take."""
+DECODED_PARTS: Final = 4096
+"""The most parts of all requests that decode at once, on any device of the launch table."""
+_FLOAT_BYTES: Final = 4
+_INDEX_BYTES: Final = 8
+_NATIVE_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes that the memory of attention on one rank follows from.
+
+    Attributes:
+        num_heads: The query heads of the rank.
+        num_kv_heads: The KV heads of the rank.
+        chunk_tokens: The most new tokens of a forward.
+        graph_requests: The requests of the largest CUDA graph of decoding, 0 without graphs.
+        context_length: The tokens that a request may have.
+        has_window: Whether the profile keeps an exact window.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    chunk_tokens: int
+    graph_requests: int
+    context_length: int
+    has_window: bool
+
+    @classmethod
+    def of(
+        cls, geometry: ModelGeometry, *, tp_size: int, chunk_tokens: int, graph_requests: int, context_length: int,
+        has_window: bool,
+    ) -> AttentionShape:  # fmt: skip
+        """The shape of one of `tp_size` ranks of a model."""
+        heads, kv_heads = (
+            max(1, -(-count // tp_size)) for count in (geometry.num_attention_heads, geometry.num_kv_heads)
+        )
+        return cls(
+            heads, kv_heads, geometry.head_dim, geometry.v_head_dim, chunk_tokens, graph_requests, context_length,
+            has_window,
+        )  # fmt: skip
+
+
+def attention_bytes(shape: AttentionShape) -> int:
+    """The bytes that a rank's attention takes at most, all at once.
+
+    A chunk either reads its prefix back or keeps parts of its output: torch frees what it kept for the one where
+    memory for the other runs out.
+    """
+    channels = shape.head_dim + shape.v_head_dim
+    fresh = shape.chunk_tokens * shape.num_kv_heads * channels * _NATIVE_BYTES
+    # The least splits of an extend are one part, beside that of new tokens, and those of copies and of stored tokens.
+    parts = 4 if shape.has_window else 2
+    partials = shape.chunk_tokens * shape.num_heads * (parts * (shape.v_head_dim + 1) * _FLOAT_BYTES)
+    queries = shape.chunk_tokens * shape.num_heads * (shape.head_dim * _NATIVE_BYTES + _FLOAT_BYTES)
+    return max(WORKSPACE_BYTES + fresh, partials + queries) + decode_scratch_bytes(shape) + slot_table_bytes(shape)
+
+
+def decode_scratch_bytes(shape: AttentionShape) -> int:
+    """The most bytes of the scratch that decoding keeps."""
+    outputs = (DECODED_PARTS + MOST_PREPARED) * (shape.v_head_dim + 1)
+    return _FLOAT_BYTES * shape.num_heads * (outputs + MOST_PREPARED * (shape.head_dim + 1)) + SPARE_BYTES
+
+
+def slot_table_bytes(shape: AttentionShape) -> int:
+    """The bytes of the token slots that SGLang's Triton backend keeps for its largest graph."""
+    return shape.graph_requests * shape.context_length * _INDEX_BYTES
