@@ -6,12 +6,38 @@ an entry point in SGLang's group of platforms. For trying things out and for tes
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 
 def activate() -> str:
     """Name of the platform, for SGLang."""
     return "sglang_on_cpu.TorchPlatform"
+
+
+def use_tree_operators_of_triton() -> None:
+    """Let SGLang build and verify trees of drafts by its own Triton kernels, which it has for Intel's devices alone."""
+    import sglang.srt.utils
+    from sglang.kernels.ops.speculative import spec_tree
+
+    spec_tree._is_xpu = True
+    original = sglang.srt.utils.is_xpu
+    # Its module asks once, when it is imported, and elsewhere imports compiled kernels.
+    sglang.srt.utils.is_xpu = lambda: True
+    try:
+        importlib.import_module("sglang.kernels.ops.speculative.reconstruct_tree")
+    finally:
+        sglang.srt.utils.is_xpu = original
+
+
+def slots_of_drafts(
+    *, req_pool_indices: Any, req_to_token: Any, start_offset: Any, draft_token_num: int, **_: Any
+) -> Any:
+    """Token slots [requests * draft_token_num] of what is verified, from the table of each request's slots."""
+    import torch
+
+    columns = start_offset[:, None].long() + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices[:, None].long(), columns].flatten().long()
 
 
 def __getattr__(name: str) -> Any:
@@ -41,6 +67,16 @@ def __getattr__(name: str) -> Any:
 
         def get_compile_backend(self, mode: str | None = None) -> str:
             return "eager"
+
+        def supports_speculative_algorithm(self, algorithm: str) -> bool:
+            return True
+
+        def get_speculative_worker_cls(self, algorithm: str) -> None:
+            """Return None for SGLang's own worker, whose module needs operators and is imported after this."""
+            use_tree_operators_of_triton()
+
+        def get_speculative_cache_locs_fn(self) -> Any:
+            return slots_of_drafts
 
     globals()[name] = TorchPlatform
     return TorchPlatform

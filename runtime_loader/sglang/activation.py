@@ -92,6 +92,12 @@ def _check(server_args: Any) -> None:
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
         profile = loaded.profile(model_config)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
+        if arguments.speculative_algorithm is not None and profile.window.num_tokens:
+            raise ServingError(
+                f"--speculative-algorithm {arguments.speculative_algorithm} does not work with an exact window"
+                f" ({profile.window}): copies of drafts that are not accepted would stay; drop it, or serve a profile"
+                " without a window"
+            )
         state.checked_digest = profile.digest
         if loaded.request.uniform is None:
             logger.info("kvtuner: serving %s", loaded.request.profile)
@@ -138,4 +144,8 @@ def _start_scheduler(server_args: Any) -> None:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
-        install_hooks(packed=not loaded.request.hicache_only, tiers=arguments.enable_hierarchical_cache)
+        install_hooks(
+            packed=not loaded.request.hicache_only,
+            tiers=arguments.enable_hierarchical_cache,
+            ngram=arguments.speculative_algorithm == "NGRAM",
+        )

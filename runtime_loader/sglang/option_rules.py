@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.errors import ServingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class OptionRule:
         works: The values that a packed pool works with.
         set_by: The flag, where it is not the name with dashes.
         of_attention: Whether the rule holds only where the device pool has packed rows, which attention reads.
+        remedy: The way out, where it is another than to drop the flag.
     """
 
     name: str
@@ -29,6 +30,7 @@ class OptionRule:
     reason: str
     set_by: str = ""
     of_attention: bool = False
+    remedy: str = "drop it"
 
     @property
     def flag(self) -> str:
@@ -40,7 +42,6 @@ OFF: Final = (None, False, "", "none", "null")
 
 _OFF_BY_REASON: Final = {
     "it scales an fp8 cache": ("quantization_param_path",),
-    "drafts share the target's pool and move its rows": ("speculative_algorithm",),
     "the other side would have to hold the same profile, and SGLang does not compare": ("disaggregation_mode",),
     "it copies rows of one width": ("disaggregation_decode_enable_offload_kvcache", "enable_flexkv"),
     "it copies keys and values of one width, and leaves their scales behind": ("enable_lmcache",),
@@ -65,6 +66,11 @@ _OFF_BY_REASON: Final = {
 RULES: Final = (
     OptionRule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
     OptionRule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
+    OptionRule(
+        "speculative_algorithm",
+        ("NGRAM", "EAGLE", "EAGLE3", None),
+        "of speculative decoding, chains of NGRAM, EAGLE, EAGLE3 and NEXTN alone are tested",
+    ),
     OptionRule("dcp_size", (None, 1), "ranks would share tokens of one pool"),
     OptionRule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
     OptionRule("dwdp_size", (None, 1), "it was never tried"),
@@ -87,6 +93,33 @@ HICACHE_RULES: Final = (
     OptionRule("hicache_io_backend", ("kernel", "direct"), "it is of another vendor's devices"),
     OptionRule("hicache_host_memory_mode", ("cache",), "it was never tried"),
 )
+
+SPECULATION_RULES: Final = (
+    OptionRule(
+        "speculative_eagle_topk",
+        (1,),
+        "drafts are read as a chain, not as a tree",
+        remedy="give 1 and, with NGRAM, --speculative-ngram-max-bfs-breadth 1",
+    ),
+    OptionRule("speculative_ngram_external_sam_budget", (None, 0), "its drafts are a second branch of a tree"),
+    OptionRule("speculative_draft_kv_cache_dtype", (None, "auto", "bf16", "bfloat16"), "drafts keep the served dtype"),
+    *(
+        OptionRule(
+            f"cuda_graph_config.{phase}.backend",
+            ("disabled",),
+            "no GPU has checked it",
+            set_by=f"--cuda-graph-backend-{phase}",
+            remedy="add --disable-cuda-graph",
+        )
+        for phase in ("decode", "prefill")
+    ),
+    *(
+        OptionRule(name, OFF, "it was never tried")
+        for name in ("enable_hierarchical_cache", "enable_multi_layer_eagle", "speculative_adaptive")
+    ),
+    OptionRule("pp_size", (None, 1), "it was never tried"),
+)
+"""Rules beside speculative decoding."""
 
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
@@ -121,6 +154,15 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
         raise ServingError(
             "HiCache is not enabled, so KVTuner HiCache would not be used: add --enable-hierarchical-cache"
         )
+    _refuse_options(arguments, rules, what)
+    if arguments.speculative_algorithm is not None:
+        _refuse_options(arguments, SPECULATION_RULES, f"speculative decoding on {what}")
+    for name, reason in VARIABLES.items():
+        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
+            raise ServingError(f"{name} does not work with {what}: {reason}; unset it")
+
+
+def _refuse_options(arguments: Any, rules: Iterable[OptionRule], what: str) -> None:
     for rule in rules:
         try:
             value = attrgetter(rule.name)(arguments)
@@ -130,7 +172,4 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
             ) from error
         if value not in rule.works and value not in ([], {}):
             shown = "" if value is True else f" {value}"
-            raise ServingError(f"{rule.flag}{shown} does not work with {what}: {rule.reason}; drop it")
-    for name, reason in VARIABLES.items():
-        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
-            raise ServingError(f"{name} does not work with {what}: {reason}; unset it")
+            raise ServingError(f"{rule.flag}{shown} does not work with {what}: {rule.reason}; {rule.remedy}")

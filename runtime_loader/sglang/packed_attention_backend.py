@@ -10,6 +10,7 @@ from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
 from kvtuner.runtime_loader.sglang.compat.pool import write_slots
+from kvtuner.runtime_loader.sglang.compat.speculation import check_chain
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -42,6 +43,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             )
         self._window: WindowReads | None = None  # of the layer that attends
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
+        self._verifies, self._saw_chain = False, False  # drafts, in the forward that attends; in one before it
+        self.use_verify_splitkv = self.use_verify_shared_kv = False  # kernels that read keys from the pool
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_attention_layers` left none
         # SGLang allocates partial outputs of as many channels, for every batch and for graphs; ours are its own.
@@ -66,6 +69,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         if layer.layer_id == self.pool.start_layer:
             self.pool.forget_former_requests()
         self._enter(layer, forward_batch, save_kv_cache)
+        self._verifies = forward_batch.forward_mode.is_target_verify()
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **rest)
         return output
 
@@ -116,11 +120,15 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         logit_cap: float = 0.0, **arguments: Any,
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
+        if self._verifies and custom_mask is not None and mask_indptr is not None:
+            self._check_chain(custom_mask, mask_indptr, qo_indptr, kv_indptr)
+            custom_mask = mask_indptr = None
         refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
         k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend)
         scores, window, prefix = ScoreScaling(sm_scale, logit_cap), self._window, None
-        if self.pool.rank_state.attend == "cache":
+        # Drafts are read as they are without speculation, where each reads itself as it was stored.
+        if self._verifies or self.pool.rank_state.attend == "cache":
             stored = self._as_stored(keys, values, q.dtype)
             if window is None:
                 k, v = stored
@@ -141,3 +149,11 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
             **{**arguments, "page_size": 1, "identity_kv_indices": True},
         )  # fmt: skip
+
+    def _check_chain(self, mask: Tensor, mask_indptr: Tensor, tokens: Tensor, prefix: Tensor) -> None:
+        # A look at a device's mask waits for the device: once, since how drafts are made does not change.
+        if self._saw_chain and mask.device.type != "cpu":
+            return
+        with refusing():
+            check_chain(mask, mask_indptr, tokens, prefix)
+        self._saw_chain = True

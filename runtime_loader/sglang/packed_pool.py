@@ -40,8 +40,9 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
     """
 
     def __init__(self, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
-        if kwargs.get("post_capture_active") or kwargs.get("enable_kv_cache_copy"):
-            raise ServingError("a packed KV pool can be neither resized after capture nor moved by drafts")
+        if kwargs.get("post_capture_active"):
+            raise ServingError("a packed KV pool cannot be resized after capture")
+        kwargs["enable_kv_cache_copy"] = False  # SGLang's kernel moves rows of one width; `move_kv_cache` is ours
         self.model_dtype = dtype
         self.copies: ExactRings | None = None
         self._generations = torch.zeros(0, dtype=torch.int64)  # SGLang's own, of its request slots, beside copies
@@ -146,8 +147,8 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             rows[tgt_loc] = rows[src_loc]
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse what drafts alone call."""
-        raise ServingError("speculative decoding does not work with a packed KV pool; drop --speculative-algorithm")
+        """Refuse what drafts of blocks alone call."""
+        raise ServingError("drafts of blocks do not work with a packed KV pool; drop --speculative-algorithm")
 
     def get_device_pool_infos(self) -> NoReturn:
         """Refuse a host pool of rows of one width, which would be made from this."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -16,7 +15,8 @@ from transformers import AutoConfig
 
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.build import LayerQuantization
-from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, HICACHE_RULES, RULES, OptionRule, refuse_flags
+from kvtuner.precision import ExactWindow
+from kvtuner.runtime_loader.sglang.option_rules import refuse_flags
 from kvtuner.runtime_loader.sglang.request import ServingRequest, Uniform, add_flags, request_of_flags
 
 if TYPE_CHECKING:
@@ -311,96 +311,14 @@ def test_the_seeds_flags_ask_for_what_they_say() -> None:
     assert ServingRequest.from_environment(by_variables) == ServingRequest("/p", hicache_only=True)
 
 
-EVERY_RULE = (*BACKENDS, *RULES, *HICACHE_RULES)
-
-
-@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
-def test_every_rule_refuses_its_option_by_name(rule: OptionRule) -> None:
-    fine = {each.name: each.works[-1] for each in EVERY_RULE}
-    for device in ("cpu", "cuda", "cuda:1"):
-        for hicache_only in (False, True):
-            refuse_flags(arguments(device=device, **fine), {}, hicache_only=hicache_only)
-    for hicache_only in (False, True)[: 1 if rule.of_attention else 2]:
-        what = "a quantized host tier" if hicache_only else "a packed KV pool"
-        with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with {what}"):
-            refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {}, hicache_only=hicache_only)
-    if rule.of_attention:
-        refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {}, hicache_only=True)
-    del fine[rule.name]
-    with pytest.raises(ServingError, match=f"this SGLang has no option {rule.name}"):
-        refuse_flags(arguments(device="cpu", **fine), {})
-
-
-def test_options_of_a_host_tier_do_not_matter_without_one() -> None:
-    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
-    refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {})
-    with pytest.raises(ServingError, match="KVTuner HiCache would not be used: add --enable-hierarchical-cache"):
-        refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {}, hicache_only=True)
-
-
-def arguments(**values: object) -> SimpleNamespace:
-    """Return arguments as SGLang resolves them; a dot leads into what an argument holds."""
-    found = SimpleNamespace()
-    for name, value in values.items():
-        *path, last = name.split(".")
-        holder = found
-        for step in path:
-            if not hasattr(holder, step):
-                setattr(holder, step, SimpleNamespace())
-            holder = getattr(holder, step)
-        setattr(holder, last, value)
-    return found
-
-
-WORDS = (
-    "compile", "memory_saver", "session", "kernel", "multimodal", "radix", "kv", "cache", "pool", "page", "attention",
-    "attn", "swa", "offload", "elastic", "dp", "cp_", "speculative", "dllm", "lora", "encoder", "embed", "pd",
-    "overlap", "mixed", "ray", "determin", "sparse", "chunk", "quantization",
-)  # fmt: skip
-GOVERNED = {  # options of others that have a rule
-    "speculative_": "speculative_algorithm",
-    "disaggregation_": "disaggregation_mode",
-    "hicache_": "enable_hierarchical_cache",
-    "lora_": "enable_lora",
-    "elastic_ep_": "elastic_ep_backend",
-    "dllm_": "dllm_algorithm",
-    "kv_canary_": "kv_canary",
-    "encoder_": "encoder_only",
-    "decoupled_spec_": "speculative_algorithm",
-    "hisparse_": "enable_hisparse",
-    "lmcache_": "enable_lmcache",
-    "flexkv_": "enable_flexkv",
-    "pdmux_": "enable_pdmux",
-    "unified_cache_external_linker_": "enable_unified_cache_external_linker",
-    "enable_dp_": "attn_dp_size",
-    "torch_compile_": "enable_torch_compile",
-}
-
-
-DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend"}
-"""What SGLang makes of other options; no flag has the name."""
-
-
-def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: RunProgram) -> None:
-    done = run_program("-c", OPTIONS)
-    options = set(json.loads(done.stdout.splitlines()[-1]))
-    rules = {rule.name for rule in EVERY_RULE}
-    assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
-    assert set(GOVERNED.values()) <= rules
-    touching = {name for name in options if any(word in name for word in WORDS)}
-    harmless = set(Path(__file__).with_name("harmless_options.txt").read_text().split())
-    assert not harmless & rules
-    unseen = {name for name in touching - rules - harmless if not name.startswith(tuple(GOVERNED))}
-    assert not unseen, sorted(unseen)
-
-
-OPTIONS = """
-import argparse, json
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print(json.dumps(sorted({action.dest for action in parser._actions})))
-"""
+def test_drafts_beside_an_exact_window(
+    tiny: Path, refused: Refused, profile_of: ProfileOf, save_profile: SaveProfile
+) -> None:
+    layers = [LayerQuantization(4, 4)] * 3
+    windowed = save_profile(profile_of(AutoConfig.from_pretrained(tiny), layers, window=ExactWindow(4)))
+    chains = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+    line = refused(tiny, "--kvtuner-profile", str(windowed), *chains)
+    assert line.startswith("--speculative-algorithm NGRAM does not work with an exact window")
 
 
 @pytest.mark.parametrize("device", ["xpu", "npu:0"])

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_exec
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
+from kvtuner.runtime_loader.sglang.compat.speculation import check_draft_pool, draft_bytes_per_token
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def on_pool(
         layers = range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
         with refusing():
             size = bytes_per_token(kvc, layers)
+            self._kvtuner_cell = size + draft_bytes_per_token(kvc)
             self._kvtuner_requests = _RequestCosts(kvc, bytes_per_request(kvc, layers), workspace_bytes(kvc))
             return size
 
@@ -77,6 +79,7 @@ def on_pool(
         costs = getattr(self, "_kvtuner_requests", None)
         if costs is None:
             return original(self, available_bytes, page_size)
+        self._cell_size = self._kvtuner_cell  # SGLang's own has a share of the rows for a draft
         rows_bytes, taken = max(available_bytes - self._fixed_overhead_bytes - costs.workspace_bytes, 0), 0
         if costs.bytes_per_request:
             with refusing():
@@ -162,12 +165,16 @@ def generations_of(request_pool: Any) -> torch.Tensor:
 
 def on_built(pool_class: type, built: Callable[[Any, Any, Any], None]) -> None:
     """Call `built` with what configured a KV pool, the pool, and that of requests; another pool class is refused."""
+    charged = 0
 
     def configured(result: Any, self: Any, **_: Any) -> None:
-        if self.is_draft_worker:
-            return
+        nonlocal charged
         pool = result.token_to_kv_pool
         with refusing():
+            if self.is_draft_worker:
+                check_draft_pool(pool, charged)
+                return
+            charged = draft_bytes_per_token(self)
             if type(pool) is not pool_class:
                 raise ServingError(
                     f"SGLang built a {type(pool).__name__} for this model, not a {pool_class.__name__}; only models"

@@ -1,0 +1,135 @@
+"""Every option that does not work is refused by name, and every one that may touch the cache was looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.option_rules import (
+    BACKENDS,
+    HICACHE_RULES,
+    RULES,
+    SPECULATION_RULES,
+    OptionRule,
+    refuse_flags,
+)
+
+if TYPE_CHECKING:
+    from fixture_types import RunProgram
+
+EVERY_RULE = (*BACKENDS, *RULES, *HICACHE_RULES)
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
+def test_every_rule_refuses_its_option_by_name(rule: OptionRule) -> None:
+    fine = {each.name: each.works[-1] for each in EVERY_RULE}
+    for device in ("cpu", "cuda", "cuda:1"):
+        for hicache_only in (False, True):
+            refuse_flags(arguments(device=device, **fine), {}, hicache_only=hicache_only)
+    for hicache_only in (False, True)[: 1 if rule.of_attention else 2]:
+        what = "a quantized host tier" if hicache_only else "a packed KV pool"
+        with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with {what}"):
+            refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {}, hicache_only=hicache_only)
+    if rule.of_attention:
+        refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {}, hicache_only=True)
+    del fine[rule.name]
+    with pytest.raises(ServingError, match=f"this SGLang has no option {rule.name}"):
+        refuse_flags(arguments(device="cpu", **fine), {})
+
+
+@pytest.mark.parametrize("rule", SPECULATION_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_speculative_decoding_refuses_its_option_beside_drafts_alone(rule: OptionRule) -> None:
+    fine = {each.name: each.works[-1] for each in EVERY_RULE}
+    chains = {**fine, **{each.name: each.works[-1] for each in SPECULATION_RULES}}
+    bad = {"enable_hierarchical_cache": True, "cuda_graph_config.prefill.backend": "breakable"}.get(rule.name, 7)
+    for algorithm in ("NGRAM", "EAGLE", "EAGLE3"):
+        refuse_flags(arguments(device="cpu", **{**chains, "speculative_algorithm": algorithm}), {})
+        drafting = {**chains, "speculative_algorithm": algorithm, rule.name: bad}
+        with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with speculative decoding on a packed KV"):
+            refuse_flags(arguments(device="cpu", **drafting), {})
+    if rule.name not in fine:
+        refuse_flags(arguments(device="cpu", **{**chains, rule.name: bad}), {})
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP"])
+def test_drafts_that_are_no_tested_chains(algorithm: str) -> None:
+    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    with pytest.raises(ServingError, match=f"--speculative-algorithm {algorithm} does not work with a packed KV pool"):
+        refuse_flags(arguments(device="cpu", **{**fine, "speculative_algorithm": algorithm}), {})
+
+
+def test_options_of_a_host_tier_do_not_matter_without_one() -> None:
+    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {})
+    with pytest.raises(ServingError, match="KVTuner HiCache would not be used: add --enable-hierarchical-cache"):
+        refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {}, hicache_only=True)
+
+
+def arguments(**values: object) -> SimpleNamespace:
+    """Return arguments as SGLang resolves them; a dot leads into what an argument holds."""
+    found = SimpleNamespace()
+    for name, value in values.items():
+        *path, last = name.split(".")
+        holder = found
+        for step in path:
+            if not hasattr(holder, step):
+                setattr(holder, step, SimpleNamespace())
+            holder = getattr(holder, step)
+        setattr(holder, last, value)
+    return found
+
+
+WORDS = (
+    "compile", "memory_saver", "session", "kernel", "multimodal", "radix", "kv", "cache", "pool", "page", "attention",
+    "attn", "swa", "offload", "elastic", "dp", "cp_", "speculative", "dllm", "lora", "encoder", "embed", "pd",
+    "overlap", "mixed", "ray", "determin", "sparse", "chunk", "quantization",
+)  # fmt: skip
+GOVERNED = {  # options of others that have a rule
+    "speculative_": "speculative_algorithm",
+    "disaggregation_": "disaggregation_mode",
+    "hicache_": "enable_hierarchical_cache",
+    "lora_": "enable_lora",
+    "elastic_ep_": "elastic_ep_backend",
+    "dllm_": "dllm_algorithm",
+    "kv_canary_": "kv_canary",
+    "encoder_": "encoder_only",
+    "decoupled_spec_": "speculative_algorithm",
+    "hisparse_": "enable_hisparse",
+    "lmcache_": "enable_lmcache",
+    "flexkv_": "enable_flexkv",
+    "pdmux_": "enable_pdmux",
+    "unified_cache_external_linker_": "enable_unified_cache_external_linker",
+    "enable_dp_": "attn_dp_size",
+    "torch_compile_": "enable_torch_compile",
+}
+
+
+DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend", "cuda_graph_config.decode.backend"}
+"""What SGLang makes of other options; no flag has the name."""
+
+
+def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: RunProgram) -> None:
+    done = run_program("-c", OPTIONS)
+    options = set(json.loads(done.stdout.splitlines()[-1]))
+    rules = {rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES)}
+    assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
+    assert set(GOVERNED.values()) <= rules
+    touching = {name for name in options if any(word in name for word in WORDS)}
+    harmless = set(Path(__file__).parents[1].joinpath("harmless_options.txt").read_text().split())
+    assert not harmless & rules
+    unseen = {name for name in touching - rules - harmless if not name.startswith(tuple(GOVERNED))}
+    assert not unseen, sorted(unseen)
+
+
+OPTIONS = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps(sorted({action.dest for action in parser._actions})))
+"""
