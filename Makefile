@@ -8,7 +8,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index verdicts notebook picture
+.PHONY: check test test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not full and not gpu" tests
@@ -49,6 +49,11 @@ demo-model:
 
 schema:
 	$(PYTHON) -m tools.make_schemas
+
+wheels: ## the packages of a release: sources, and wheels with and without compiled libraries
+	rm -f dist/kvtuner-*
+	$(PYTHON) -m build --no-isolation
+	$(PYTHON) -m tools.make_platform_wheels dist/kvtuner-*-py3-none-any.whl --out dist
 
 catalogue: ## searches the profiles that come with kvtuner anew
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.make_catalogue

@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvtuner.quant import QuantSpec
-from kvtuner.runtime_loader.cpu.library import runnable_sets
+from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat

@@ -1,4 +1,4 @@
-"""Attention over packed rows on a processor, in C++ that is compiled at first use.
+"""Attention over packed rows on a processor, in C++ that is of the wheel or compiled at first use.
 
 The backend is `native_attention` (`NativeAttention`), and `library` (`load_library`) finds or compiles its library.
 """

@@ -1,4 +1,4 @@
-"""The library in C++: which one a processor runs, compiled once into the user's cache folder. Knows no rows."""
+"""The library in C++: the wheel's, or one that is compiled once into the user's cache folder. Knows no rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import fcntl
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Final
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.cpu.instruction_sets import InstructionSet, runnable_sets
 from kvtuner.runtime_loader.cpu.structures import AttendJob, StoreJob
 
 COMPILERS: Final = ("c++", "g++", "clang++")
@@ -29,47 +28,12 @@ COMPILER_FLAGS: Final = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden",
     "-Wno-psabi", "-shared", "-fPIC",
 )  # fmt: skip
+SHIPPED: Final = "libraries"
+"""The folder beside the sources where a wheel for one platform has its libraries."""
 MOST_SECONDS: Final = 300
 """The most seconds that compiling may take; on a core of 2023 it takes ten."""
 
 logger: Final = logging.getLogger("kvtuner")
-
-
-@dataclass(frozen=True, slots=True)
-class InstructionSet:
-    """What a library is compiled for: its flags, and the flags of /proc/cpuinfo that a processor must have."""
-
-    name: str
-    compiler_flags: tuple[str, ...]
-    needs: frozenset[str]
-    has_integer_products: bool
-
-
-_V3: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
-_V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
-INSTRUCTION_SETS: Final = (
-    InstructionSet("avx512", ("-march=x86-64-v4", "-mavx512vnni"), _V4, has_integer_products=True),
-    InstructionSet("avx2", ("-march=x86-64-v3",), _V3, has_integer_products=True),
-    InstructionSet("generic", (), frozenset(), has_integer_products=False),
-)
-"""The instruction sets, the best first. Any processor runs the last: the same source, four numbers at a time."""
-
-
-@cache
-def runnable_sets() -> tuple[InstructionSet, ...]:
-    """The instruction sets that this processor runs, the best first."""
-    flags: set[str] = set()
-    if platform.machine() in ("x86_64", "AMD64"):
-        try:
-            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            text = ""
-        for line in text.splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "flags":
-                flags = set(value.split())
-                break
-    return tuple(kind for kind in INSTRUCTION_SETS if kind.needs <= flags)
 
 
 def compiler() -> str | None:
@@ -87,7 +51,7 @@ def require_native_library() -> None:
 
 @cache
 def load_library(name: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Load the library for an instruction set, which is compiled where this user has not done so yet.
+    """Load the library for an instruction set: the wheel's, or else one that is compiled unless this user has it.
 
     Raises:
         ServingError: The processor lacks the instructions, there is no compiler, or it fails.
@@ -96,7 +60,54 @@ def load_library(name: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     if kind is None:
         names = ", ".join(each.name for each in runnable_sets())
         raise ServingError(f"this processor does not run {name}; it runs {names}")
-    path = _compiled(kind, extra_flags)
+    with resources.as_file(resources.files(__package__)) as package:
+        shipped = package / SHIPPED / shipped_name(kind, sources_in(package))
+        if shipped.exists() and not extra_flags:
+            try:
+                return _loaded(shipped)
+            except ServingError as error:
+                logger.warning("kvtuner: the wheel's library is not used: %s", error)
+    return _loaded(_compiled(kind, extra_flags))
+
+
+def is_shipped(library: ctypes.CDLL) -> bool:
+    """Whether a library came with the wheel; otherwise this user compiled it."""
+    return Path(library._name).parent.name == SHIPPED
+
+
+def sources_in(package: Path) -> list[Path]:
+    """The sources of every library, headers included, in the folder of this package."""
+    return sorted((package / "sources").iterdir())
+
+
+def shipped_name(kind: InstructionSet, sources: list[Path]) -> str:
+    """The file name of a wheel's library, which another revision of sources or flags does not have."""
+    return f"{kind.name}-{_digest([*COMPILER_FLAGS, *kind.compiler_flags], sources)}.so"
+
+
+def compile_library(command: list[str], sources: list[Path], path: Path) -> None:
+    """Compile a library, which appears whole or not at all; `ServingError` where the compiler fails.
+
+    `command` is the compiler with its flags.
+    """
+    # Beside the path, so that it takes its place at once or not at all.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        units = [str(file) for file in sources if file.suffix == ".cc"]
+        try:
+            done = subprocess.run(
+                [*command, *units, "-o", str(built)], capture_output=True, text=True, errors="replace",
+                timeout=MOST_SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise ServingError(f"{command[0]} took more than {MOST_SECONDS} seconds") from error
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+            raise ServingError(f"{command[0]} failed: {' '.join(errors[:1])}; it must know C++17, as g++ 12 does")
+        built.replace(path)
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -113,44 +124,27 @@ def _compiled(kind: InstructionSet, extra_flags: tuple[str, ...]) -> Path:
         raise ServingError("there is no C++ compiler: install g++ 12 or newer, or name one in CXX")
     command = [path_of_compiler, *COMPILER_FLAGS, *kind.compiler_flags, *extra_flags]
     folder = library_folder()
-    with resources.as_file(resources.files(__package__) / "sources") as sources:
-        files = sorted(sources.iterdir())
-        path = folder / f"{kind.name}-{_digest(command, files)}.so"
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, errors="replace", check=False)
+    with resources.as_file(resources.files(__package__)) as package:
+        sources = sources_in(package)
+        path = folder / f"{kind.name}-{_digest([*command, version.stdout], sources)}.so"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # One process compiles, and others of this user wait for its file.
             with (folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
-                    _compile([*command, *(str(file) for file in files if file.suffix == ".cc")], path)
+                    logger.info("compiling attention for this processor, once: %s", path)
+                    compile_library(command, sources, path)
         except OSError as error:
             raise ServingError(f"{folder} cannot hold the library: {error}; set XDG_CACHE_HOME to a folder") from error
     return path
 
 
-def _compile(command: list[str], path: Path) -> None:
-    logger.info("compiling attention for this processor, once: %s", path)
-    # Beside the path, so that it takes its place at once or not at all.
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        try:
-            done = subprocess.run(
-                [*command, "-o", str(built)], capture_output=True, text=True, errors="replace", timeout=MOST_SECONDS,
-                check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise ServingError(f"{command[0]} took more than {MOST_SECONDS} seconds") from error
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-            raise ServingError(f"{command[0]} failed: {' '.join(errors[:1])}; it must know C++17, as g++ 12 does")
-        built.replace(path)
-
-
-def _digest(command: list[str], files: list[Path]) -> str:
-    """What a library was made of: the compiler, the flags and the sources."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, errors="replace", check=False)
-    digest = hashlib.sha256("\0".join([*command, version.stdout]).encode())
-    for file in files:
+def _digest(command: list[str], sources: list[Path]) -> str:
+    """What a library was made of: the flags, the sources and, where it is known, the compiler."""
+    digest = hashlib.sha256("\0".join(command).encode())
+    for file in sources:
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:24]
 

@@ -14,7 +14,8 @@ from kvtuner.errors import CacheError, ServingError
 from kvtuner.precision import FITTED_BITS, check_fitted_group
 from kvtuner.quant import hadamard_block, saturated
 from kvtuner.runtime_loader.cpu import BACKEND
-from kvtuner.runtime_loader.cpu.library import load_library, parallel_function, runnable_sets
+from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
+from kvtuner.runtime_loader.cpu.library import load_library, parallel_function
 from kvtuner.runtime_loader.cpu.spans import Chunk, Spans, decode_spans, split_by_window
 from kvtuner.runtime_loader.cpu.structures import (
     NUMBERS,

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import kvtuner
 from kvtuner.cli import main
+from tools.make_platform_wheels import MACHINES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 WORKFLOW_FILE = ROOT / ".github" / "workflows" / "ci.yml"
+WHEELS_FILE = WORKFLOW_FILE.with_name("wheels.yml")
 KUBERNETES = ROOT / "examples" / "kubernetes"
 CATALOGUE_PROFILE = ROOT / "exported_configs" / "profiles" / "demo-4bit.json"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -50,8 +52,8 @@ def server_flags() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def steps() -> Iterator[dict[str, Any]]:
-    for job in read_yaml(WORKFLOW_FILE)["jobs"].values():
+def steps(workflow: Path = WORKFLOW_FILE) -> Iterator[dict[str, Any]]:
+    for job in read_yaml(workflow)["jobs"].values():
         yield from job["steps"]
 
 
@@ -138,10 +140,21 @@ def test_ci_runs_both_targets_by_the_commands_of_contributing() -> None:
     commands = [step["run"] for step in steps() if "run" in step]
     setup = re.findall(r"```sh\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     installs = [line.partition("  #")[0] for line in setup.splitlines() if line.startswith("pip install")]
-    assert commands == [*installs, "make ${{ matrix.target }}"]
+    assert commands[1:] == [*installs, "make ${{ matrix.target }}"]
+    (packages,) = re.findall(r"`apt install (g\+\+-.+?)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert commands[0].endswith(f"apt-get install -y {packages}")
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps() if "uses" in step)
     (python,) = (step["with"]["python-version"] for step in steps() if "setup-python" in step.get("uses", ""))
     assert python == PROJECT["requires-python"].removeprefix(">=")
+
+
+def test_a_tag_makes_wheels_by_the_target_of_make() -> None:
+    workflow = read_yaml(WHEELS_FILE)
+    assert workflow[True]["push"] == {"tags": ["v*"]} and workflow["permissions"] == {"contents": "read"}
+    commands = [step["run"] for step in steps(WHEELS_FILE) if "run" in step]
+    assert commands[-1] == "make wheels" and commands[-2].endswith("-e . -r requirements-dev.txt")
+    assert all(f"g++-{name}-linux-gnu" in commands[0] for name in MACHINES if name != "x86_64"), "a runner has its own"
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps(WHEELS_FILE) if "uses" in step)
 
 
 def test_pages_name_targets_of_make_that_exist() -> None:
@@ -159,7 +172,12 @@ def test_the_citation_says_what_the_package_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "file"), [("github-workflows", WORKFLOW_FILE), ("citation-file-format", ROOT / "CITATION.cff")]
+    ("schema", "file"),
+    [
+        ("github-workflows", WORKFLOW_FILE),
+        ("github-workflows", WHEELS_FILE),
+        ("citation-file-format", ROOT / "CITATION.cff"),
+    ],
 )
 def test_the_published_schema_accepts_the_file_and_refuses_a_slip(schema: str, file: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("check_jsonschema") is None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from email import message_from_bytes
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from wheels.built_wheel import LINKED_FOLDERS, PACKAGE_FOLDERS, ROOT, build_wheel
 
-ROOT = Path(__file__).resolve().parents[2]
-LINKED_FOLDERS = ("calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
-PACKAGE_FOLDERS = ("kvtuner", *LINKED_FOLDERS)
-BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "LICENSES", *PACKAGE_FOLDERS)
+if TYPE_CHECKING:
+    from pathlib import Path
+
 DATA_SUFFIXES = {".html", ".json", ".jsonl", ".txt", ".safetensors", ".cc", ".h"}
 DEMO_MODEL = ROOT / "calibration" / "demo" / "model"
 
@@ -44,21 +42,7 @@ def package_files() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy: a build in place leaves build/ behind and picks up an old one."""
-    work = tmp_path_factory.mktemp("wheel")
-    source = work / "source"
-    source.mkdir()
-    for name in BUILD_INPUTS:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-        else:
-            shutil.copy2(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(work), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = work.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

@@ -128,11 +128,14 @@ def _processor_attention() -> DoctorCheck:
 
     from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
     from kvtuner.runtime_loader.cpu import BACKEND
-    from kvtuner.runtime_loader.cpu.library import compiler, require_native_library, runnable_sets
+    from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
+    from kvtuner.runtime_loader.cpu.library import is_shipped, load_library, require_native_library
 
     chosen = backend_for(torch.device("cpu"), os.environ.get(BACKEND_VARIABLE) or None).name
     if chosen == BACKEND:
-        return DoctorCheck("processor attention", "ok", f"{chosen}: C++ for {runnable_sets()[0].name}, by {compiler()}")
+        best = runnable_sets()[0].name
+        origin = "shipped with the wheel" if is_shipped(load_library(best)) else "compiled on this machine"
+        return DoctorCheck("processor attention", "ok", f"{chosen}: C++ for {best}, {origin}")
     try:
         require_native_library()
     except KVTunerError as error:

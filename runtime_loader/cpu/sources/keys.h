@@ -25,10 +25,10 @@ template <int B, int G> static void integer_scores(const int32_t *words, int pai
     constexpr int T = key_vectors(G), SLOTS = slots_of(B);
     const int steps = BLOCK / (T * LANES) * pairs, tokens_of_step = (BLOCK + steps - 1) / steps;
     for (int token = 0; token < BLOCK; token += T * LANES) {
-        F whole[T][G] = {};
+        F scores_of[T][G] = {};
         for (int group = 0; group < scales.num_groups; group++) {
             const int first = group * scales.slots_per_group;
-            I sums[T][G] = {};
+            Products<LANES> sums[T][G] = {};
             auto add = [&](const H *low, const H *high, const int32_t *pair, int k) __attribute__((always_inline)) {
                 H codes[T];
                 UNROLL for (int u = 0; u < T; u++) codes[u] = code_of<B>(low[u], high[u], k);
@@ -53,12 +53,12 @@ template <int B, int G> static void integer_scores(const int32_t *words, int pai
             }
             UNROLL for (int u = 0; u < T; u++)
                 UNROLL for (int g = 0; g < G; g++) {
-                    const F products = as_float(sums[u][g]) * scales.query_scale[g];
-                    whole[u][g] += scaled<G>(scales, products, g, group, token + u * LANES);
+                    const F products = as_float(whole(sums[u][g])) * scales.query_scale[g];
+                    scores_of[u][g] += scaled<G>(scales, products, g, group, token + u * LANES);
                 }
         }
         UNROLL for (int u = 0; u < T; u++)
-            UNROLL for (int g = 0; g < G; g++) save(scores + g * BLOCK + token + u * LANES, whole[u][g]);
+            UNROLL for (int g = 0; g < G; g++) save(scores + g * BLOCK + token + u * LANES, scores_of[u][g]);
     }
 }
 
@@ -66,7 +66,7 @@ template <int B, int G> static void integer_scores(const int32_t *words, int pai
 template <int G> static void float_scores(const float *numbers, int head_dim, const float *q, const KeyScales &scales, float *scores) {
     constexpr int T = key_vectors(G);
     for (int token = 0; token < BLOCK; token += T * LANES) {
-        F whole[T][G] = {};
+        F scores_of[T][G] = {};
         for (int group = 0; group < scales.num_groups; group++) {
             F sums[T][G] = {};
             const int first = group * scales.channels_per_group;
@@ -78,10 +78,10 @@ template <int G> static void float_scores(const float *numbers, int head_dim, co
             }
             UNROLL for (int u = 0; u < T; u++)
                 UNROLL for (int g = 0; g < G; g++)
-                    whole[u][g] += scales.scale ? scaled<G>(scales, sums[u][g], g, group, token + u * LANES) : sums[u][g];
+                    scores_of[u][g] += scales.scale ? scaled<G>(scales, sums[u][g], g, group, token + u * LANES) : sums[u][g];
         }
         UNROLL for (int u = 0; u < T; u++)
-            UNROLL for (int g = 0; g < G; g++) save(scores + g * BLOCK + token + u * LANES, whole[u][g]);
+            UNROLL for (int g = 0; g < G; g++) save(scores + g * BLOCK + token + u * LANES, scores_of[u][g]);
     }
 }
 

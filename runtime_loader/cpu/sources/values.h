@@ -44,7 +44,7 @@ template <int L, int B, int G> static void integer_sums(const uint16_t *units, i
     for (int chunk = 0; chunk < chunks; chunk++) {
         const uint16_t *low = units + chunk * (BLOCK / 2) * STEP, *high = low + (B == 3 ? chunks * (BLOCK / 2) * STEP : 0);
         UNROLL for (int k = 0; k < SLOTS; k += AT_ONCE) {
-            Words s[AT_ONCE][2][G] = {};
+            Products<L> s[AT_ONCE][2][G] = {};
             const int32_t *of_pair[AT_ONCE];
             UNROLL for (int i = 0; i < AT_ONCE; i++) of_pair[i] = weights.pairs + (k + i) / weights.slots_per_group * (BLOCK / 2);
             const int next = weights.num_groups * (BLOCK / 2);
@@ -65,7 +65,7 @@ template <int L, int B, int G> static void integer_sums(const uint16_t *units, i
                     UNROLL for (int g = 0; g < G; g++) {
                         float *to = sums + (((chunk * SLOTS + k + i) * 2 + half) * G + g) * L;
                         const float back = weights.back[g * weights.num_groups + (k + i) / weights.slots_per_group];
-                        save(to, load<Numbers>(to) * weights.shrink[g] + __builtin_convertvector(s[i][half][g], Numbers) * back);
+                        save(to, load<Numbers>(to) * weights.shrink[g] + __builtin_convertvector(whole(s[i][half][g]), Numbers) * back);
                     }
         }
     }

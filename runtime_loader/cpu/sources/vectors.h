@@ -5,6 +5,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(KVTUNER_NEON)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -45,6 +47,8 @@ INLINE F fma(F a, F b, F c) {
     return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(KVTUNER_NEON)
+    return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -96,7 +100,24 @@ INLINE F exp2_of(F x) {
     return none ? F{} : y;
 }
 
-// Of each lane the products of its two signed halfwords, added to an exact sum.
+// Of each lane the products of its two signed halfwords, added to an exact sum; `whole` is that sum.
+#if defined(KVTUNER_NEON)
+// NEON multiplies the low and the high half of a vector apart. Neighbours, which are those of a lane, are added up once.
+template <int L> struct Products {
+    static_assert(L == 4, "a vector of NEON has four lanes");
+    Vectors<4>::I low, high;
+};
+INLINE Products<4> dot(Products<4> s, Vectors<4>::H a, Vectors<4>::H b) {
+    const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    s.low = (Vectors<4>::I)vmlal_s16((int32x4_t)s.low, vget_low_s16(x), vget_low_s16(y));
+    s.high = (Vectors<4>::I)vmlal_high_s16((int32x4_t)s.high, x, y);
+    return s;
+}
+INLINE Vectors<4>::I whole(Products<4> s) { return (Vectors<4>::I)vpaddq_s32((int32x4_t)s.low, (int32x4_t)s.high); }
+#else
+template <int L> using Products = typename Vectors<L>::I;
+template <class V> INLINE V whole(V s) { return s; }
+#endif
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 INLINE Vectors<16>::I dot(Vectors<16>::I s, Vectors<16>::H a, Vectors<16>::H b) {
     return (Vectors<16>::I)_mm512_dpwssd_epi32((__m512i)s, (__m512i)a, (__m512i)b);
@@ -114,7 +135,7 @@ INLINE Vectors<8>::I dot(Vectors<8>::I s, Vectors<8>::H a, Vectors<8>::H b) {
 INLINE Vectors<4>::I dot(Vectors<4>::I s, Vectors<4>::H a, Vectors<4>::H b) {
     return s + (Vectors<4>::I)_mm_madd_epi16((__m128i)a, (__m128i)b);
 }
-#else
+#elif !defined(KVTUNER_NEON)
 INLINE Vectors<4>::I dot(Vectors<4>::I s, Vectors<4>::H a, Vectors<4>::H b) {
     typedef Vectors<4>::I Words;
     const Words x = (Words)a, y = (Words)b;

@@ -15,13 +15,8 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.cpu import library
-from kvtuner.runtime_loader.cpu.library import (
-    INSTRUCTION_SETS,
-    compiler,
-    load_library,
-    parallel_function,
-    runnable_sets,
-)
+from kvtuner.runtime_loader.cpu.instruction_sets import INSTRUCTION_SETS, runnable_sets
+from kvtuner.runtime_loader.cpu.library import compiler, load_library, parallel_function
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,8 @@ from windowed_requests import WindowedPool, live
 from kvtuner.errors import CacheError, PrecisionError, ServingError
 from kvtuner.precision import ALL_BITS, ExactWindow, num_slots
 from kvtuner.quant import QuantSpec
-from kvtuner.runtime_loader.cpu.library import compiler, runnable_sets
+from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
+from kvtuner.runtime_loader.cpu.library import compiler
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
 from kvtuner.runtime_loader.cpu.spans import Spans
 from kvtuner.runtime_loader.exact_ring import EMPTY

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from kvtuner.precision import ALL_BITS, num_slots
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.cpu import library
-from kvtuner.runtime_loader.cpu.library import compiler, runnable_sets
+from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
+from kvtuner.runtime_loader.cpu.library import compiler
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
