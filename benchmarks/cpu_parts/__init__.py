@@ -1,0 +1,1 @@
+"""The parts of the benchmark of attention on a processor, `cpu_attention.py`."""
