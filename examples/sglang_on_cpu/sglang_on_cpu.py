@@ -6,7 +6,7 @@ an entry point in SGLang's group of platforms. For trying things out and for tes
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import Any
 
 
@@ -38,6 +38,25 @@ def slots_of_drafts(
 
     columns = start_offset[:, None].long() + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices[:, None].long(), columns].flatten().long()
+
+
+def read_images_without_torchvision() -> None:
+    """Let transformers make processors of models with images without their part for videos, which needs torchvision."""
+    from transformers.image_processing_base import ImageProcessingMixin
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    class NoVideos(ImageProcessingMixin):
+        """A processor without an input."""
+
+        model_input_names = ()
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return NoVideos if isinstance(argument, NoVideos) else original(self, name, argument)
+
+    original = ProcessorMixin.check_argument_for_proper_class
+    ProcessorMixin.check_argument_for_proper_class = check
+    AutoVideoProcessor.from_pretrained = lambda *_, **__: NoVideos()
 
 
 def __getattr__(name: str) -> Any:
@@ -78,5 +97,7 @@ def __getattr__(name: str) -> Any:
         def get_speculative_cache_locs_fn(self) -> Any:
             return slots_of_drafts
 
+    if importlib.util.find_spec("torchvision") is None:
+        read_images_without_torchvision()
     globals()[name] = TorchPlatform
     return TorchPlatform

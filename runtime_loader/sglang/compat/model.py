@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -11,6 +11,9 @@ from sglang.srt.configs.model_config import AttentionArch
 from kvtuner.errors import UnsupportedModelError
 
 __all__ = ["model_config_of", "refuse_other_pools"]
+
+WITH_IMAGES: Final = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+"""The architectures of models that read images and were tried."""
 
 
 def refuse_other_pools(model_config: Any) -> None:
@@ -22,7 +25,8 @@ def refuse_other_pools(model_config: Any) -> None:
         f"{name} has layers without a KV cache (linear attention or state spaces), which SGLang keeps in a pool of two"
         " kinds": mambaish_config(model_config) is not None,
         f"SGLang keeps layers of {name} in a pool of windows": model_config.is_hybrid_swa,
-        f"{name} reads more than text, which was never tried with a packed KV pool": model_config.is_multimodal,
+        f"{name} reads more than text, which was tried with a packed KV pool for {' and '.join(WITH_IMAGES)}"
+        " alone": model_config.is_multimodal and name not in WITH_IMAGES,
         f"{name} generates no text": not model_config.is_generation,
     }
     for reason, is_true in reasons.items():
