@@ -114,7 +114,7 @@ class _Facts:
     @property
     def _margin_text(self) -> str:
         if self._margin == EQUAL_KL:
-            return f"within {EQUAL_KL}"
+            return f"within the {EQUAL_KL} nats that are taken for equal"
         return "within a quarter of the uniform's KL"
 
     @property
@@ -159,7 +159,7 @@ class _Facts:
             return (f"Bits by layer gained nothing: this is uniform {name}.{self._gain_of_transforms()}",)
         if self._is_below:
             wide = self._wide_layers()
-            return (f"Most bits went to {wide}.",) if wide else ()
+            return (f"Stored widest are {wide}.",) if wide else ()
         if self._is_equal:
             return (f"Bits by layer gained nothing.{self._gain_of_transforms()}",)
         return ()

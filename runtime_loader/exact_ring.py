@@ -7,7 +7,6 @@ at hand: it is not where a prefix cache, a lower tier or another request compute
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -54,14 +53,13 @@ class ExactRing:
 
     def store(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [tokens, num_kv_heads, channels] of new tokens that a later one may read exactly."""
-        for request, past, start, stop in new.spans():
-            positions = torch.arange(past, past + stop - start, device=self.positions.device)
-            is_last = positions >= past + stop - start - self.window.residual_length
-            kept = (is_last | (positions < self.window.sinks)).nonzero().flatten()
-            places = self.places(positions[kept])
-            self.keys[request, places] = k[start:stop][kept].to(self.keys.dtype)
-            self.values[request, places] = v[start:stop][kept].to(self.values.dtype)
-            self.positions[request, places] = positions[kept].to(self.positions.dtype)
+        slots, positions, lengths = new.by_token()
+        kept = (positions >= lengths - self.window.residual_length) | (positions < self.window.sinks)
+        index, first = kept.nonzero().flatten(), 0 if new.tokens is None else int(new.tokens[0])
+        at = slots[index], self.places(positions[index])
+        self.keys[at] = k[first + index].to(self.keys.dtype)
+        self.values[at] = v[first + index].to(self.values.dtype)
+        self.positions[at] = positions[index].to(self.positions.dtype)
 
     def read(self, request: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """The copies at hand of the first `num_tokens` tokens of the request in a slot: positions, keys, values."""
@@ -89,17 +87,17 @@ class NewTokens:
     rows: Tensor
     tokens: Tensor | None = None
 
-    def spans(self) -> list[tuple[int, int, int, int]]:
-        """The slot of each request, the tokens that it had before, and the first and last of its new ones."""
-        slots = self.requests.tolist()
-        lengths = self.rows[: len(slots) + 1].diff().tolist()
+    def by_token(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The slot of each new token's request, its position, and the tokens of its request with the new ones."""
+        slots = self.requests.long()
+        past = self.rows[: len(slots) + 1].diff().long()
         if self.tokens is None:
-            return [
-                (slot, length - 1, index, index + 1)
-                for index, (slot, length) in enumerate(zip(slots, lengths, strict=True))
-            ]
-        bounds = itertools.pairwise(self.tokens[: len(slots) + 1].tolist())
-        return [(slot, length, *span) for slot, length, span in zip(slots, lengths, bounds, strict=True)]
+            return slots, past - 1, past
+        bounds = self.tokens[: len(slots) + 1].long()
+        counts = bounds.diff()
+        request = torch.arange(len(slots), device=slots.device).repeat_interleave(counts)
+        positions = torch.arange(len(request), device=slots.device) + (past - bounds[:-1] + bounds[0])[request]
+        return slots[request], positions, (past + counts)[request]
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,10 @@ def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verb
     beginning = "quality at" if quality.num_sequences is None else "quality of"
     title = f"{beginning} {quality.measured_at}, unquantized perplexity {reference}"
     rows = quality.rows() if verbose else quality.deciding_rows()
-    note = "* inside the budget; +t with the best transforms; vs profile: KL beside the first row's, paired"
+    note = (
+        "* inside the budget; +t with the best transforms; vs profile: worse where the row's KL is surely above the"
+        " first row's on the same text"
+    )
     level = f"{100 * data.interval_level:g}%"
     return [*textwrap.wrap(title, width), *_quality_table(rows, level, width).lines(), *textwrap.wrap(note, width)]
 

@@ -86,7 +86,7 @@ def test_a_search_that_gained_says_by_how_much_and_where_its_bits_went() -> None
         "KL 0.00700 nats per token, 0.88 times fp8's (0.00800).",
         "That is 30% below the best uniform in the budget, K4V2 with transforms (0.0100; paired difference,"
         " negative where the profile is lower, -0.00200 [-0.00300, -0.00100]).",
-        "Most bits went to keys of layers 0, 2, 5 and values of layer 2.",
+        "Stored widest are keys of layers 0, 2, 5 and values of layer 2.",
     )
     assert str(found) == " ".join((*found.findings, "Use it."))
 
@@ -108,8 +108,10 @@ def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_g
 def test_a_difference_that_no_one_would_notice_needs_no_more_text(high: float, recommendation: str) -> None:
     found = verdict(4e-5, uniform_kl=5e-5, difference=(-3e-5, high))
     assert found.recommendation == recommendation
-    assert ("not within 0.001)" in found.findings[2]) == (recommendation == "more text")
-    assert "within 0.001)" in found.findings[2]
+    assert ("not within the 0.001 nats that are taken for equal)" in found.findings[2]) == (
+        recommendation == "more text"
+    )
+    assert "within the 0.001 nats that are taken for equal)" in found.findings[2]
 
 
 def test_a_winner_that_is_the_uniform_is_called_so() -> None:
