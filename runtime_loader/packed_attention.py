@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvtuner.quant import Transform
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
+    from kvtuner.runtime_loader.joined_chunk import JoinedChunk
     from kvtuner.runtime_loader.row_format import RowFormat
 
 
@@ -124,12 +125,13 @@ class PackedAttention(Protocol):
         """
 
     def read_prefix(
-        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds, chunk: JoinedChunk | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """The stored prefixes in model space, where the server's own attention reads them faster than `extend` would.
 
         They are keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
-        `bounds.slots`, or None where `extend` is to be called.
+        `bounds.slots`, or None where `extend` is to be called. With a `chunk` they are buffers with the places of
+        new tokens too, which nobody has written.
         """
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
+    from kvtuner.runtime_loader.joined_chunk import JoinedChunk
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
 BLOCK_KEYS: Final = 512
@@ -99,7 +100,7 @@ class TorchAttention:
         return stored.read(slots, torch.float32)
 
     def read_prefix(
-        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds, chunk: JoinedChunk | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: never."""
 

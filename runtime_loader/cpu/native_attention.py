@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
+    from kvtuner.runtime_loader.joined_chunk import JoinedChunk
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
 STEPS_IN_CPP: Final = ("centered", "balanced", "hadamard")
@@ -150,7 +151,7 @@ class NativeAttention:
         return stored.read(slots, torch.float32)
 
     def read_prefix(
-        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds, chunk: JoinedChunk | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: never, since `extend` reads rows in fewer bytes than they would take."""
 

@@ -11,6 +11,7 @@ import triton
 from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
+from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
 from kvtuner.runtime_loader.kernels.transform_steps import changes_queries
 from kvtuner.runtime_loader.kernels.window import attend_copies, store_copies
@@ -224,6 +225,26 @@ def read(side: KernelSide, slots: Tensor, count: Tensor, out: Tensor) -> None:
         side.rows, side.words, side.mu, side.lam, slots, out, out.stride(0), out.stride(1), count,
         **read_facts(side), **EXACT,
     )  # fmt: skip
+
+
+def read_to_places(
+    keys: KernelSide, values: KernelSide, slots: Tensor, places: Tensor, count: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Read the first `count` [1] of token slots [tokens] back to places [tokens] of `k` and `v`."""
+    if not len(slots):
+        return
+    read_joined[(triton.cdiv(len(slots), READ_TOKENS), keys.num_heads, 2)](
+        keys.rows, keys.words, keys.mu, keys.lam, k, k.stride(0), k.stride(1), values.rows, values.words, v,
+        v.stride(0), v.stride(1), slots, places, count, **read_layer_facts(keys, values), **EXACT,
+    )  # fmt: skip
+
+
+def read_layer_facts(keys: KernelSide, values: KernelSide) -> Facts:
+    """The constants of kernels that read both sides of a layer back."""
+    facts: Facts = {"HEADS": keys.num_heads, "TOKENS": READ_TOKENS}
+    for name, side in (("K", keys), ("V", values)):
+        facts |= {f"{name}_{key}": value for key, value in read_facts(side).items() if key not in facts}
+    return facts
 
 
 def read_facts(side: KernelSide) -> Facts:

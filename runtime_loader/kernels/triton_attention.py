@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
+    from kvtuner.runtime_loader.joined_chunk import JoinedChunk
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
@@ -103,7 +104,7 @@ class TritonAttention:
         return out
 
     def read_prefix(
-        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds, chunk: JoinedChunk | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace."""
         num_kv_heads, num_slots = keys.format.num_heads, len(bounds.slots)
@@ -116,7 +117,12 @@ class TritonAttention:
         programs = num_requests * q.shape[1] * triton.cdiv(bounds.longest, HOST_TOKENS)
         if num_slots and (pairs < WORTH_READING or 2 * programs < self._device.processors):
             return None
-        k, v = (q.new_empty(max(1, num_slots), *stored.shape[1:]) for stored in (keys, values))
+        num_places = num_slots if chunk is None else chunk.num_places
+        k, v = (q.new_empty(max(1, num_places), *stored.shape[1:]) for stored in (keys, values))
+        if chunk is not None:
+            places = chunk.prefix_places
+            launch.read_to_places(self._side(keys), self._side(values), bounds.slots, places, bounds.prefix[-1:], k, v)
+            return k, v
         for stored, out in ((keys, k), (values, v)):
             launch.read(self._side(stored), bounds.slots, bounds.prefix[-1:], out)
         return k, v

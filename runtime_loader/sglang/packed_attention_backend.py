@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
+from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.compat.pool import write_slots
 from kvtuner.runtime_loader.sglang.compat.speculation import check_chain
+from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import PackedRows
+
+
+logger: Final = logging.getLogger("kvtuner")
 
 
 def make_backend(runner: Any) -> PackedAttnBackend | None:
@@ -41,6 +47,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             self.attention.prepare(
                 list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
             )
+        self._flash = self._flash_prefill()
+        self._longest: int | None = None  # tokens of a request of the batch that prefills
         self._window: WindowReads | None = None  # of the layer that attends
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
         self._verifies, self._saw_chain = False, False  # drafts, in the forward that attends; in one before it
@@ -49,6 +57,26 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self.sliding_window_size = None  # `check_attention_layers` left none
         # SGLang allocates partial outputs of as many channels, for every batch and for graphs; ours are its own.
         self.v_head_dim = 1
+
+    def _flash_prefill(self) -> FlashPrefill | None:
+        """SGLang's flash attention for long chunks, tested; None where its Triton kernel attends, as the log says."""
+        with refusing():
+            choice = chosen_prefill()
+            layers = list(zip(self.pool.keys, self.pool.values, strict=True))
+            head_dims = {side.format.head_dim for sides in layers for side in sides}
+            device = self.pool.keys[0].rows.device
+            flash, why = flash_attention(device, self.pool.model_dtype, head_dims)
+            if choice == "flash" and flash is None:
+                raise ServingError(f"{PREFILL_VARIABLE}=flash cannot be served: {why}; unset it")
+            if choice == "triton" or flash is None:
+                if device.type == "cuda":
+                    logger.info("kvtuner: long chunks attend by SGLang's Triton kernel: %s", why or "as asked")
+                return None
+            check_flash()
+            prefill = FlashPrefill(flash, self.attention)
+            prefill.check(layers, self.num_head, self.pool.model_dtype)
+            logger.info("kvtuner: long chunks attend by SGLang's flash attention, self-test passed")
+            return prefill
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **rest: Any
@@ -68,6 +96,9 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         # Attention of extends runs eagerly, on the stream of the forward, whatever graphs are around it.
         if layer.layer_id == self.pool.start_layer:
             self.pool.forget_former_requests()
+            if self._flash is not None:
+                self._flash.begin()
+        self._longest = _longest_request(forward_batch)
         self._enter(layer, forward_batch, save_kv_cache)
         self._verifies = forward_batch.forward_mode.is_target_verify()
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **rest)
@@ -135,9 +166,13 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             else:
                 window = replace(window, stored=stored)
         # Each query has a window of its own, which one prefix for all of them cannot hold.
-        if window is None or (window.stored is None and not len(kv_indices)):
+        reads_prefix, is_done = window is None or (window.stored is None and not len(kv_indices)), False
+        # Drafts are verified in graphs, whose slots are as many as SGLang has room for.
+        if reads_prefix and self._flash is not None and logit_cap <= 0 and not self._verifies:
+            is_done = self._flash.attend(q, k, v, keys, values, bounds, sm_scale, o, self._longest)
+        elif reads_prefix:
             prefix = self.attention.read_prefix(q, keys, values, bounds)
-        if prefix is None:
+        if prefix is None and not is_done:
             self.attention.extend(q, k, v, keys, values, bounds, scores, out=o, window=window)
         if window is not None:
             self._store_copies(layer, NewTokens(window.requests, kv_indptr, qo_indptr), k, v)
@@ -157,3 +192,11 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         with refusing():
             check_chain(mask, mask_indptr, tokens, prefix)
         self._saw_chain = True
+
+
+def _longest_request(forward_batch: Any) -> int | None:
+    """The most tokens of a request with its prefix, where SGLang has their numbers on the host."""
+    prefixes, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    if prefixes is None or lengths is None:
+        return None
+    return max((past + new for past, new in zip(prefixes, lengths, strict=True)), default=None)

@@ -28,8 +28,8 @@ RESERVES = [
     (memory, *ranks, requests)
     for memory, ranks, requests in product([gpu.memory_mib for gpu in GPUS], RANKS, (None, 4, 100))
 ]
-LLAMA = CacheCost(65_536 * 17 // 64, 2_101_248, 65_536 * 17 // 64, 2_101_248, 40 << 20)
-STAGES = CacheCost(9_000, 700_000, 17_000, 1_300_000)
+LLAMA = CacheCost(65_536 * 17 // 64, 2_101_248, 65_536 * 17 // 64, 2_101_248)
+STAGES = CacheCost(9_000, 700_000, 17_000, 1_300_000, 20 << 20)
 EXACT = CacheCost(65_536, 0, 65_536, 0)
 POOLS = [
     (available, context, requests, cost)

@@ -59,3 +59,19 @@ def test_a_pool_with_a_window_that_is_not_kept_as_it_says_is_refused_by_its_self
     program = Path(__file__).parent / "programs" / "window_program.py"
     done = run_program(str(program), str(path), *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("attend", ["fresh", "cache"])
+def test_chunks_reach_flash_attention_with_what_their_rows_hold(
+    attend: str,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    mixed_layers: MixedLayers,
+    save_profile: SaveProfile,
+    run_program: RunProgram,
+) -> None:
+    config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=3))
+    path = save_profile(profile_of(config, mixed_layers(config)))
+    program = Path(__file__).parent / "programs" / "prefill_program.py"
+    done = run_program(str(program), str(path), attend)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,7 @@ from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of, untimed
 from kvtuner.runtime_loader.kernels import NAME
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import EXACT, READ_TOKENS, STORED_TOKENS, read_facts, store_facts
+from kvtuner.runtime_loader.kernels.launch import EXACT, READ_TOKENS, STORED_TOKENS, read_layer_facts, store_facts
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
 from kvtuner.runtime_loader.kernels.pages.store_and_read_layers import read_layer, store_layers
 from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -201,14 +201,6 @@ class _Dequantizing:
                     keys.rows, keys.words, keys.mu, keys.lam, k, k.stride(0), k.stride(1), values.rows, values.words,
                     v, v.stride(0), v.stride(1), device, len(device), **read_layer_facts(keys, values), **EXACT,
                 )  # fmt: skip
-
-
-def read_layer_facts(keys: KernelSide, values: KernelSide) -> Facts:
-    """The constants of the kernel that reads both sides of a layer back."""
-    facts: Facts = {"HEADS": keys.num_heads, "TOKENS": READ_TOKENS}
-    for name, side in (("K", keys), ("V", values)):
-        facts |= {f"{name}_{key}": value for key, value in read_facts(side).items() if key not in facts}
-    return facts
 
 
 def _staged(layers: Layers, block: int, staging: Tensor | None = None) -> list[list[Tensor]]:

@@ -29,11 +29,12 @@ from kvtuner.runtime_loader.kernels.launch import (
     decode_facts,
     fresh_options,
     read_facts,
+    read_layer_facts,
     store_facts,
 )
 from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
-from kvtuner.runtime_loader.kernels.pages.page_mover import COPY_WARPS, copy_facts, read_layer_facts
+from kvtuner.runtime_loader.kernels.pages.page_mover import COPY_WARPS, copy_facts
 from kvtuner.runtime_loader.kernels.pages.store_and_read_layers import read_layer, store_layers
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
