@@ -1,0 +1,100 @@
+"""Every launch of a server, compiled for GPUs that are not there: types, alignment, shared memory, grids.
+
+Triton's own path from a call to a driver runs, with a driver that checks (fake_gpu.py) in place of CUDA's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtuner.precision import ALL_BITS
+
+PROGRAM = Path(__file__).with_name("launch_program.py")
+TRANSFORMS = "centered+balanced+hadamard"
+KERNELS = {
+    "store_rows", "prepare_queries", "decode_split", "merge_splits", "attend_copies", "attend_fresh", "store_copies",
+    "read_side", "read_joined", "copy_pages", "store_layers", "read_layer",
+}  # fmt: skip
+ONE: dict[str, Any] = {
+    "archs": [90], "pairs": [[4, 2]], "head_dims": [128], "groups": [1], "heads": [[2, 4]], "kinds": [TRANSFORMS],
+    "words": [32], "fits": ["minmax"],
+}  # fmt: skip
+
+
+def launched(limit_s: int = 900, **asked: list[Any]) -> dict[str, Any]:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps({**ONE, **asked})],
+        capture_output=True, text=True, timeout=limit_s, env=variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def assert_ready(found: dict[str, Any], num_cases: int) -> None:
+    """Assert that all kernels were launched, and none was compiled for a batch of another size."""
+    assert set(found["launches"]) == set(found["compiled"]) == KERNELS
+    assert len(found["cases"]) == num_cases
+    assert [case for case in found["cases"] if case["anew"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_all_kernels_are_launched_as_they_are_compiled(arch: int) -> None:
+    assert_ready(launched(archs=[arch]), 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("pair", list(itertools.product(ALL_BITS, repeat=2)), ids=str)
+def test_every_pair_and_head_dim(arch: int, pair: tuple[int, int]) -> None:
+    asked = {"archs": [arch], "pairs": [list(pair)], "kinds": ["none", TRANSFORMS], "heads": [[1, 7], [4, 1]]}
+    head_dims = [64, 80, 96, 128, 256]
+    assert_ready(launched(7200, **asked, head_dims=head_dims), 4 * len(head_dims))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("pair", [(4, 4), (3, 3), (2, 2), (4, 16), (16, 2)], ids=str)
+def test_every_layout_of_scales_and_grid(arch: int, pair: tuple[int, int]) -> None:
+    asked = {"archs": [arch], "pairs": [list(pair)], "groups": [1, 2, 4], "words": [16, 32]}
+    assert_ready(launched(7200, **asked, fits=["minmax", "least_squares"]), 12)
+
+
+FAULTS = {
+    "types": ("SLOTS, PAGE = 96, 16", "SLOTS, PAGE = 96, 16\nfake_gpu.POINTED[torch.int64] = '*i32'", "as \\*i64"),
+    "shared memory": ("asked = json", "fake_gpu.SHARED_KIB[90] = 1\nasked = json", "shared memory|out of resource"),
+    "grid": ("asked = json", "fake_gpu.MOST_GRID = (4, 4, 1)\nasked = json", "has a grid of"),
+    "alignment": (
+        "dtype=torch.uint8), form)",
+        "dtype=torch.uint8).as_strided((SLOTS - 1, form.row_bytes(DTYPE)), (form.row_bytes(DTYPE), 1), 8), form)",
+        "not compiled for .*_ptr at a multiple of 16",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_launch_that_a_gpu_would_refuse_is_found(name: str, tmp_path: Path) -> None:
+    found, put_in, message = FAULTS[name]
+    text = PROGRAM.read_text()
+    assert text.count(found) == 1
+    program = tmp_path / "launch_program.py"
+    program.write_text(text.replace(found, put_in))
+    (tmp_path / "fake_gpu.py").write_text(PROGRAM.with_name("fake_gpu.py").read_text())
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(program), json.dumps(ONE)], capture_output=True, text=True, env=variables, timeout=600
+    )
+    assert done.returncode != 0
+    assert re.search(message, done.stderr, re.IGNORECASE), done.stderr[-2000:]
