@@ -2,7 +2,7 @@
 
     make gpu                                # or: python benchmarks/gpu.py
     python benchmarks/gpu.py --smoke        # on a processor, in Triton's interpreter: that the command itself works
-    python benchmarks/gpu.py --sweep K4V4   # launch settings of a pair by time, for the committed table
+    python benchmarks/gpu.py --sweep K4V4   # launch settings of a pair by time; the fastest go into launches.json
 
 Needs torch and triton, and nothing from a network. Results are written as JSON and Markdown to
 benchmarks/results/<gpu>/, after every section, so that a run that is cut off has lost nothing. Exits 1 where a kernel
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import json
 import os
 import sys
 import time
@@ -50,7 +51,7 @@ def main() -> int:
 
     if not args.smoke and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --smoke runs everything, tiny, on a processor")
-    from gpu_parts import baselines, correct, model_step, pools, results_page, speed
+    from gpu_parts import baselines, correct, measured_launches, model_step, pools, results_page, speed
     from gpu_parts.machine import Machine
 
     from kvtuner.precision import PrecisionPair
@@ -92,6 +93,7 @@ def main() -> int:
     def decoding(shape: pools.HeadShape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
         return [functools.partial(speed.decode, machine, *place) for place in speed.grid(machine, shape)]
 
+    other_shapes = (pools.QWEN, pools.QWEN_OF_TWO, pools.LLAMA_OF_EIGHT)
     sections: list[tuple[str, list[Callable[[], Iterable[dict[str, Any]]]]]] = [
         ("correct", [lambda: correct.run(machine)]),
         ("decode", decoding(pools.LLAMA)),
@@ -99,7 +101,7 @@ def main() -> int:
         ("stores", [lambda: speed.stores(machine)]),
         ("pages", [lambda: speed.pages(machine)]),
         ("extends", [lambda: speed.extends(machine)]),
-        ("decode", [] if args.smoke else decoding(pools.QWEN)),
+        *(("decode", [] if args.smoke else decoding(shape)) for shape in other_shapes),
         ("sweep", [functools.partial(speed.sweep, machine, PrecisionPair.parse(pair)) for pair in args.sweep]),
     ]
     for name, parts in sections:
@@ -109,6 +111,11 @@ def main() -> int:
                 break
             record(name, part())
     print(f"{out / 'results.md'}")
+    if results["sweep"] and not any(row["passed"] is False for row in results["correct"]):
+        table_path = ROOT / "runtime_loader" / "kernels" / "launches.json"
+        chosen, arch = measured_launches.winners(results["sweep"]), machine.facts().get("arch", "sm_90")
+        table = measured_launches.with_winners(json.loads(table_path.read_text()), arch, chosen, machine.name)
+        measured_launches.write_table(out / "launches.json" if args.smoke else table_path, table)
     results["left_out"] += [row["case"] for row in results["correct"] if row["passed"] is None]
     save()
     if any(row["passed"] is False for row in results["correct"]):

@@ -50,6 +50,8 @@ class HeadShape:
 
 LLAMA: Final = HeadShape("Llama-3.1-8B", 8, 4, 128)
 QWEN: Final = HeadShape("Qwen2.5-7B", 4, 7, 128)
+QWEN_OF_TWO: Final = HeadShape("Qwen2.5-7B, TP 2", 2, 7, 128)
+LLAMA_OF_EIGHT: Final = HeadShape("Llama-3.1-8B, TP 8", 1, 4, 128)
 TINY: Final = HeadShape("tiny", 1, 2, 64)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_parts import baselines
+from gpu_parts import baselines, flash_rivals
 from gpu_parts.pools import (
     ALL_TRANSFORMS,
     LLAMA,
@@ -94,6 +94,7 @@ def decode(machine: Machine, shape: HeadShape, num_requests: int, length: int) -
     for name in baselines.of_torch(machine):
         row = {**base, "pair": "K16V16", "kernel": name, "bytes": num_bytes}
         yield timed(machine, row, baselines.by_torch, machine, name, shape, q, length, copies)
+    yield from _flash_rows(machine, shape, base, q, num_bytes)
     short = replace(shape, group_size=shape.head_dim // 2, word_bits=SHORT_WORD_BITS)
     stored = [(pair, "none", shape) for pair in PAIRS] + [(pair, "none", short) for pair in SHORT_PAIRS]
     for pair, kind, heads in (*stored, (PrecisionPair(4, 4), ALL_TRANSFORMS, shape)):
@@ -110,6 +111,27 @@ def decode(machine: Machine, shape: HeadShape, num_requests: int, length: int) -
             yield timed(machine, row, list, runs)
             del runs, kernel
         del rows, attention
+
+
+def _flash_rows(machine: Machine, shape: HeadShape, base: Row, q: Tensor, num_bytes: int) -> Iterator[Row]:
+    """Rows of SGLang's flash attention; in fp8 a cache of half the bytes, whose row is no bf16 baseline."""
+    if machine.smoke:
+        return
+    num_tokens = base["batch"] * base["length"]
+    for name, dtype in flash_rivals.NAMES.items():
+        share = 1 if dtype is None else 2
+        times = times_of(machine, num_bytes / share)
+        num_slots = max(num_tokens, min(times * num_tokens, 1 << 22))
+        row = {**base, "pair": "K16V16" if dtype is None else "fp8", "kernel": name, "bytes": num_bytes // share}
+        try:
+            kernel = flash_rivals.flash_kernel()
+        except Exception as error:  # the import of another package may raise anything
+            yield {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
+            continue
+        slots = batch_of(machine, base["batch"], base["length"], num_slots, times).slots
+        yield timed(
+            machine, row, flash_rivals.by_flash, machine, kernel, shape, q, base["length"], slots, num_slots, dtype
+        )
 
 
 def kernels_over(
