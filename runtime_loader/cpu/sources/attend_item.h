@@ -4,53 +4,18 @@
 
 #include <utility>
 
+#include "attend_pieces.h"
 #include "keys.h"
-#include "plan.h"
-#include "scratch.h"
+#include "queries.h"
 #include "values.h"
 
-constexpr int MOST_QUERIES = 4;            // of a tile, whose sums stay in registers
-constexpr float LOWEST = -1e30f;           // below every score
-constexpr float LARGEST_INTEGER = 32767.0f;
+constexpr float LOWEST = -1e30f;  // below every score
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 
-class Attender {
+class Attender : public AttendPieces {
    public:
     Attender(const AttendJob &job, const SidePlan &keys, const SidePlan &values, int heads, int rows, uint8_t *memory)
-        : job_(job), k_(keys), v_(values), scratch_(memory) {
-        const int64_t all = (int64_t)heads * rows;
-        k_rows_ = scratch_.take<const uint8_t *>(BLOCK);
-        v_rows_ = scratch_.take<const uint8_t *>(BLOCK);
-        k_next_ = scratch_.take<const uint8_t *>(BLOCK);
-        v_next_ = scratch_.take<const uint8_t *>(BLOCK);
-        staged_rows_ = scratch_.take<const uint8_t *>(BLOCK);
-        k_scale_words_ = scratch_.take<int32_t>((int64_t)k_.words_of_heads(heads) * BLOCK);
-        v_scale_words_ = scratch_.take<int32_t>((int64_t)v_.words_of_heads(heads) * BLOCK);
-        words_ = scratch_.take<int32_t>((int64_t)(k_.num_words + TILE) * BLOCK);
-        numbers_ = scratch_.take<float>(k_.integers ? 0 : (int64_t)k_.side.head_dim * BLOCK);
-        values_ = scratch_.take<float>(v_.integers ? 0 : (int64_t)v_.stride * BLOCK);
-        const int widest = k_.units > v_.units ? k_.units : v_.units;
-        staged_row_ = 2 * widest + 32;
-        staging_ = scratch_.take<uint16_t>(staged_row_ * BLOCK + 64);
-        units_ = scratch_.take<uint16_t>(v_.integers ? (int64_t)v_.chunks * BLOCK * 2 * v_.lanes * 2 : 0);
-        k_scale_ = scratch_.take<float>(k_.num_groups * BLOCK);
-        k_minimum_ = scratch_.take<float>(k_.num_groups * BLOCK);
-        v_scale_ = scratch_.take<float>(v_.num_groups * BLOCK);
-        v_minimum_ = scratch_.take<float>(v_.num_groups * BLOCK);
-        v_zero_ = scratch_.take<float>(v_.num_groups * BLOCK);
-        scores_ = scratch_.take<float>(MOST_QUERIES * BLOCK);
-        exact_ = scratch_.take<float>(MOST_QUERIES * v_.num_groups * BLOCK);
-        pairs_ = scratch_.take<int32_t>(MOST_QUERIES * v_.num_groups * BLOCK / 2);
-        back_ = scratch_.take<float>(MOST_QUERIES * v_.num_groups);
-        q_ = scratch_.take<int32_t>(all * k_.query_numbers());
-        query_scale_ = scratch_.take<float>(all);
-        query_sum_ = scratch_.take<float>(all * k_.num_groups);
-        sums_ = scratch_.take<float>(all * v_.sums_numbers());
-        top_ = scratch_.take<float>(all);
-        total_ = scratch_.take<float>(all);
-        low_ = scratch_.take<float>(all * v_.num_groups);
-    }
-    int64_t num_bytes() const { return scratch_.used(); }
+        : AttendPieces(keys, values, heads, rows, memory), job_(job), k_(keys), v_(values) {}
 
     void attend(const Item &item, float *partials) {
         item_ = &item;
@@ -127,42 +92,13 @@ class Attender {
                 float *group_sums = query_sum_ + at * k_.num_groups;
                 int32_t *to = q_ + ((int64_t)head * rows_ + first) * k_.query_numbers();
                 if (k_.integers) {
-                    query_scale_[at] = integer_query(x, tile, g, to, group_sums);
+                    query_scale_[at] = integer_query(k_, job_.scale, x, tile, g, to, group_sums);
                 } else {
                     for (int c = 0; c < D; c++) group_sums[c / k_.channels_per_group()] += x[c] * job_.scale;
                     for (int c = 0; c < D; c++) ((float *)to)[g * D + c] = x[c] * job_.scale;
                 }
             }
         }
-    }
-
-    // The sums are those of the integers too, so that a score is the product of one rounded query with a key.
-    float integer_query(const float *x, int tile, int g, int32_t *to, float *group_sums) const {
-        const int D = k_.side.head_dim;
-        float loudest = 0;
-        bool finite = true;
-        for (int c = 0; c < D; c++) {
-            finite &= __builtin_isfinite(x[c]);
-            loudest = fmaxf(loudest, fabsf(x[c]));
-        }
-        // The sum over all channels of the largest codes stays within 31 bits.
-        const double most = 2147483647.0 / ((double)((1 << k_.side.bits) - 1) * D);
-        const float largest_integer = most < LARGEST_INTEGER ? floorf((float)most * 0.999f) : LARGEST_INTEGER;
-        const float factor = finite && loudest > 1e-37f ? largest_integer / loudest : 0;
-        const float back = finite ? factor ? job_.scale / factor : 0.0f : NAN;
-        for (int v = 0; v < k_.pairs; v++)
-            for (int k = 0; k < k_.slots; k++) {
-                const int unit = 2 * v;
-                uint32_t pair = 0;
-                for (int i = 0; i < 2 && unit + i < k_.units; i++) {
-                    const int16_t integer = (int16_t)(factor ? lrintf(x[k * k_.units + unit + i] * factor) : 0);
-                    pair |= (uint32_t)(uint16_t)integer << (16 * i);
-                    group_sums[k / k_.slots_per_group] += integer;  // exact below 2**24
-                }
-                to[(v * k_.slots + k) * tile + g] = (int32_t)pair;
-            }
-        for (int group = 0; group < k_.num_groups; group++) group_sums[group] *= back;
-        return back;
     }
 
     static int tile_of(int rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
@@ -354,14 +290,7 @@ class Attender {
 
     const AttendJob &job_;
     const SidePlan &k_, &v_;
-    Scratch scratch_;
     const Item *item_ = nullptr;
     int rows_ = 0;
-    int64_t staged_row_ = 0;
-    const uint8_t **k_rows_, **v_rows_, **k_next_, **v_next_, **staged_rows_;
     Ahead k_ahead_ = {}, v_ahead_ = {};
-    int32_t *k_scale_words_, *v_scale_words_, *words_, *pairs_, *q_;
-    uint16_t *staging_, *units_;
-    float *numbers_, *values_, *k_scale_, *k_minimum_, *v_scale_, *v_minimum_, *v_zero_, *scores_, *exact_, *back_;
-    float *query_scale_, *query_sum_, *sums_, *top_, *total_, *low_;
 };
