@@ -2,10 +2,10 @@
 
     python benchmarks/launch_table.py --out runtime_loader/kernels/launches.json
 
-No GPU is needed: candidates are compiled for sm_90 and their machine code counted (sass.py). The first is taken where
-it spills nothing, fits in the shared memory of the architecture and leaves room for four warps on a processor;
-otherwise that of the others which does, with the fewest lane instructions per element. Likewise for several queries of
-a request.
+No GPU is needed: candidates are compiled for sm_90 and their machine code counted (sass.py). They stand in the order of
+their instructions for an element. The first is taken whose loop spills nothing, that fits in the shared memory of the
+architecture and leaves room for four warps on a processor. Likewise for wide tiles: many queries of a KV head, or
+several of a request.
 The choice by time on a GPU may differ: `benchmarks/gpu.py --sweep` measures it.
 """
 
@@ -32,12 +32,13 @@ from gpu_parts.pools import LLAMA, HeadShape
 from gpu_parts.speed import CANDIDATES
 
 from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, num_slots
-from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
+from kvtuner.runtime_loader.kernels.launch_settings import NARROW, WIDE, DecodeLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HEAD_DIMS: Final = (64, 80, 96, 128, 256)
+GROUPS: Final = (1, 2, 4)
 REGISTERS: Final = 16384
 """The registers of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
 LEAST_WARPS: Final = 4
@@ -50,8 +51,12 @@ CUDA C++ Programming Guide, technical specifications.
 """
 ALIKE: Final = {80: ["sm_80", "sm_87"], 89: ["sm_86", "sm_89", "sm_120"], 90: ["sm_90"], 100: ["sm_100", "sm_103"]}
 """Architectures with the same limits."""
-AMD: Final = DecodeLaunch(tokens=32, warps=4, stages=1, asm=False)
-"""The settings of AMD, which are not chosen: the plain kernel with the least shared memory."""
+AMD: Final = DecodeLaunch(tokens=32, warps=4, stages=1, asm=False, tile=WIDE)
+"""The settings of AMD, which are not chosen: the plain kernel with the least shared memory.
+
+Tiles are wide, since its matrix instructions take no narrow ones.
+"""
+COUNTS: Final = ("lane_instructions_per_element", "registers", "shared_bytes", "buffers")
 COMPILED: Final = 90
 """The architecture that is counted: others differ by what a processor holds, not by how much a program takes."""
 
@@ -69,7 +74,7 @@ class CompiledLaunch:
         warps = 4 * (REGISTERS // (-(-self.count["registers"] // 8) * 8 * 32))
         in_memory = (of_processor << 10) // (self.count["shared_bytes"] + RESERVED_BYTES)
         resident = min(min(warps, most_warps) // self.launch.warps, in_memory, most_programs)
-        fits = not self.count["spills"] and self.count["shared_bytes"] <= of_program << 10
+        fits = not self.count["loop_spills"] and self.count["shared_bytes"] <= of_program << 10
         return resident if fits and resident * self.launch.warps >= LEAST_WARPS else 0
 
     def row(self, arch: int) -> dict[str, Any]:
@@ -77,43 +82,50 @@ class CompiledLaunch:
         return asdict(replace(self.launch, resident=self.resident(arch)))
 
 
-def candidates(pair: PrecisionPair, shape: HeadShape, **kind: bool) -> list[CompiledLaunch]:
-    """The candidates, the best first; the first of all alone where it spills nothing on any architecture."""
-
-    def compiled(launch: DecodeLaunch) -> CompiledLaunch | None:
+def chosen(pair: PrecisionPair, shape: HeadShape, tile: int) -> dict[int, CompiledLaunch]:
+    """The first candidate for a tile that each architecture takes, by its compute capability."""
+    found: dict[int, CompiledLaunch] = {}
+    for candidate in CANDIDATES:
+        launch = replace(candidate, tile=tile)
         try:
-            return CompiledLaunch(launch, sass.measure(pair, shape, COMPILED, launch, **kind))
+            compiled = CompiledLaunch(launch, sass.measure(pair, shape, COMPILED, launch, EXTEND=tile == WIDE))
         except triton.runtime.errors.OutOfResources:
-            return None
-
-    first = compiled(CANDIDATES[0])
-    if first is not None and all(first.resident(arch) for arch in LIMITS):
-        return [first]
-    listed = [first, *map(compiled, CANDIDATES[1:])]
-    return sorted(filter(None, listed), key=lambda candidate: candidate.count["lane_instructions_per_element"])
+            continue
+        for arch in LIMITS:
+            if arch not in found and compiled.resident(arch):
+                found[arch] = compiled
+        if len(found) == len(LIMITS):
+            return found
+    raise SystemExit(f"no candidate fits {pair} of head_dim {shape.head_dim}")
 
 
 def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
     """The rows of one pair and shape, one for each set of architectures that are launched alike."""
     groups = shape.head_dim // (shape.group_size or shape.head_dim)
     key = {"k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": shape.head_dim, "groups": groups, "gqa": 1}
-    decoding, extending = candidates(pair, shape), candidates(pair, shape, EXTEND=True)
+    narrow, wide = chosen(pair, shape, NARROW), chosen(pair, shape, WIDE)
     rows: list[dict[str, Any]] = []
     for arch, names in ALIKE.items():
-        chosen, for_extend = (next(c for c in listed if c.resident(arch)) for listed in (decoding, extending))
-        counts = {name: chosen.count[name] for name in ("lane_instructions_per_element", "registers", "shared_bytes")}
-        launches = {"launch": chosen.row(arch), "extend": for_extend.row(arch)}
+        counts = {name: narrow[arch].count[name] for name in COUNTS}
+        launches = {"launch": narrow[arch].row(arch), "wide": wide[arch].row(arch)}
         alike = next((row for row in rows if launches.items() <= row.items()), None)
         if alike is not None:
             alike["archs"] += names
         else:
             rows.append({"archs": list(names), **key, **launches, **counts})
-    return [*rows, {"archs": ["gfx942"], **key, "launch": asdict(AMD), "extend": asdict(AMD)}]
+    return [*rows, {"archs": ["gfx942"], **key, "launch": asdict(AMD), "wide": asdict(AMD)}]
 
 
-def pairs_and_shapes(pairs: list[PrecisionPair], head_dims: list[int]) -> Iterator[tuple[PrecisionPair, HeadShape]]:
-    """All pairs and head dimensions with one, two or four groups of whole slots, as far as these exist."""
-    for pair, head_dim, groups in itertools.product(pairs, head_dims, (1, 2, 4)):
+def key_of(row: dict[str, Any]) -> tuple[int, ...]:
+    """What a row is for, beside its architectures."""
+    return tuple(row[name] for name in ("k_bits", "v_bits", "head_dim", "groups"))
+
+
+def pairs_and_shapes(
+    pairs: list[PrecisionPair], head_dims: list[int], counts: list[int]
+) -> Iterator[tuple[PrecisionPair, HeadShape]]:
+    """All pairs and head dimensions with so many groups of whole slots, as far as these exist."""
+    for pair, head_dim, groups in itertools.product(pairs, head_dims, counts):
         packed = [bits for bits in (pair.k_bits, pair.v_bits) if bits != NATIVE_BITS]
         power_of_two = head_dim & (head_dim - 1) == 0
         if groups == 1 or (packed and power_of_two and all(num_slots(bits) >= groups for bits in packed)):
@@ -126,17 +138,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", default=[f"K{k}V{v}" for k, v in itertools.product(ALL_BITS, repeat=2)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
+    parser.add_argument("--groups", type=int, nargs="+", default=list(GROUPS), help="the scales of a head")
+    parser.add_argument("--keep", type=Path, help="a table whose rows stay that are not made anew")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
-    listed = list(pairs_and_shapes([PrecisionPair.parse(pair) for pair in args.pairs], args.head_dims))
+    listed = list(pairs_and_shapes([PrecisionPair.parse(pair) for pair in args.pairs], args.head_dims, args.groups))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
         futures = [pool.submit(rows_of, *pair_and_shape) for pair_and_shape in listed]
         for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures), unit="kind"):
             future.result()
     rows = [row for future in futures for row in future.result()]
+    if args.keep is not None:
+        replaced = {key_of(row) for row in rows}
+        rows += [row for row in json.loads(args.keep.read_text())["rows"] if key_of(row) not in replaced]
+    rows.sort(key=key_of)
     content = {
         "made_by": "python benchmarks/launch_table.py", "triton": triton.__version__,
         "measured": "machine code, not time", "rows": rows,

@@ -53,7 +53,7 @@ from kvtuner.report.table import Table
 from kvtuner.runtime_loader.kernels import decode, launch
 from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.launch_settings import WIDE, DecodeLaunch, Device
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12
@@ -74,7 +74,7 @@ DECODE_COLUMNS: Final = {
     "words": "{word_bits}", "kernel": "{whose}",
     "tokens/warps/stages": "{launch_row[tokens]}/{launch_row[warps]}/{launch_row[stages]}",
     "per element": "{lane_instructions_per_element:.2f}", "H200 limit": "{limit:.2f}", "registers": "{registers}",
-    "spills": "{spills}", "converted": "{int_to_float}",
+    "buffers": "{buffers}", "spills": "{loop_spills}", "converted": "{int_to_float}",
 }  # fmt: skip
 Count = dict[str, Any]
 """The counts of one compiled kernel; the fields are those of the JSON."""
@@ -150,6 +150,18 @@ def loop_of(code: str) -> list[str]:
     return max((loop for loop in loops if any("MMA" in text for text in loop)), key=len)
 
 
+def buffers_of(kernel: Any) -> int:
+    """The blocks for which a kernel's pipeline has room, where rows are copied ahead; otherwise 1."""
+    rings = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", kernel.asm["ttgir"])
+    return min(map(int, rings), default=1)
+
+
+def in_flight(loop: list[str]) -> int:
+    """The groups of copies that the loop's waits leave on their way, at the least."""
+    waits = [re.match(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", text) for text in loop]
+    return min((int(wait[1], 16) for wait in waits if wait), default=0)
+
+
 def measure(
     pair: PrecisionPair, shape: HeadShape, arch: int, settings: DecodeLaunch, *, baseline: bool = False, **kind: bool
 ) -> Count:
@@ -157,9 +169,10 @@ def measure(
     sides = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
     facts = {**launch.decode_facts(*sides, shape.gqa, settings), **PLAIN, **kind}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
-    kernel = compiled(function, facts, arch, num_warps=settings.warps, num_stages=settings.stages)
+    kernel = compiled(function, facts, arch, **settings.options)
     code = disassembled(kernel)
-    names = [text.split()[0] for text in loop_of(code)]
+    loop = loop_of(code)
+    names = [text.split()[0] for text in loop]
     opcodes = collections.Counter(name.partition(".")[0] for name in names)
     layout = ScaleLayout(shape.group_size, shape.word_bits)
     rows = RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, layout, layout)
@@ -175,7 +188,9 @@ def measure(
         ),
         "int_to_float": opcodes["I2F"] + opcodes["I2FP"], "shared_stores": opcodes["STS"],
         "waiting_loads": opcodes["LDG"],
-        "spills": spills_of(code), "registers": int(registers[1]) if registers else -1,
+        "spills": spills_of(code), "loop_spills": opcodes["LDL"] + opcodes["STL"],
+        "buffers": buffers_of(kernel), "loads_in_flight": in_flight(loop),
+        "registers": int(registers[1]) if registers else -1,
         "shared_bytes": kernel.metadata.shared,
         "async_copies_16B": sum(name.startswith("LDGSTS") and ".128" in name for name in names),
         "limit": round(H200_LANES_PER_S * float(stored) / 8 / H200_BYTES_PER_S, 2),
@@ -228,7 +243,7 @@ def decode_kernels(args: argparse.Namespace) -> list[Count]:
         kernels = [(committed, False)]
         # The baseline has no codes of 3 bits and no short words.
         if not args.without_baseline and THREE_BITS not in (pair.k_bits, pair.v_bits) and words == WIDE_WORD_BITS:
-            kernels += [(SGLANG_LAUNCH, True), (committed, True)]
+            kernels += [(SGLANG_LAUNCH, True), (replace(committed, tile=WIDE), True)]
         rows += [measure(pair, shape, arch, settings, baseline=baseline) for settings, baseline in kernels]
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,7 +16,7 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.extend_and_merge import merge_splits
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.launch_settings import WIDE, DecodeLaunch, Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 NATIVE: Final = PrecisionPair(16, 16)
 SGLANG_SPLITS: Final = (8, 32)
 """SGLang's default number of splits, and one that fills more of a device at batch 1."""
-SGLANG_LAUNCH: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
+SGLANG_LAUNCH: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False, tile=WIDE)
 SDPA: Final = {
     "torch flash": SDPBackend.FLASH_ATTENTION,
     "torch cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -116,8 +117,8 @@ def by_dequantizing(
         )  # fmt: skip
         merge_splits[(num_requests, shape.num_heads)](
             partial, lse, indptr, out, out.stride(0), out.stride(1), splits, num_requests, DIM=shape.head_dim,
-            PADDED=triton.next_power_of_2(shape.head_dim), SPLITS=launch.MERGED_SPLITS, STEPS=(), EXTEND=False,
-            EXACT_PARTS=0,
+            PADDED=triton.next_power_of_2(shape.head_dim), STEPS=(), EXTEND=False, EXACT_PARTS=0,
+            **launch.merge_facts(replace(SGLANG_LAUNCH, min_split=1), splits),
         )  # fmt: skip
         return out
 

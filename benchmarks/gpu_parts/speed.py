@@ -51,9 +51,12 @@ COLD: Final = 8
 """The runs of a graph read so many times the bytes of the last cache."""
 SPARE_BYTES: Final = 4 << 30
 CANDIDATES: Final = tuple(
-    DecodeLaunch(tokens, warps, stages, asm=True)
-    for tokens, warps, stages in ((64, 1, 3), (32, 1, 3), (128, 4, 3), (64, 4, 2), (32, 4, 2), (16, 1, 2))
-)
+    DecodeLaunch(tokens, warps, stages, asm=True, registers=registers)
+    for tokens, warps, stages, registers in (
+        (64, 1, 3, 160), (64, 1, 3, None), (32, 1, 3, None), (64, 2, 3, None), (128, 4, 3, None), (64, 4, 2, None),
+        (32, 4, 2, None), (16, 1, 2, None),
+    )
+)  # fmt: skip
 """The launch settings that `sweep` times and launch_table.py counts."""
 Row = dict[str, Any]
 

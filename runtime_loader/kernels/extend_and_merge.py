@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.queries import is_in_window, positions_of_queries, queries_of, softcap
+from kvtuner.runtime_loader.kernels.queries import (
+    is_in_window,
+    positions_of_queries,
+    queries_of,
+    softcap,
+    tokens_of_split,
+)
 from kvtuner.runtime_loader.kernels.transform_steps import invert_steps
 from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated
 
@@ -94,7 +100,8 @@ def attend_fresh(
         )  # fmt: skip  # [TOKENS, V_PADDED]
         read = tokens[None, :] <= queries[:, None]  # [TILE, TOKENS]
         if READS != "all":
-            inside = is_in_window(query_positions, length + (tokens - first).to(tl.int32), RESIDUAL, SINKS)
+            positions = length + (tokens - first).to(tl.int32)  # [TOKENS]
+            inside = is_in_window(query_positions[:, None], positions[None, :], RESIDUAL, SINKS)  # [TILE, TOKENS]
             read = read & (inside if READS == "inside" else ~inside)
         acc, top, total = add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED)
     store_part(
@@ -106,10 +113,14 @@ def attend_fresh(
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def merge_splits(
     partial_ptr, lse_ptr, q_indptr_ptr, out_ptr, out_stride_t, out_stride_h, num_splits, num_requests,
-    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, EXTEND: tl.constexpr,
-    EXACT_PARTS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, MOST_SPLITS: tl.constexpr, STEPS: tl.constexpr,
+    EXTEND: tl.constexpr, EXACT_PARTS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head of one query: weight its splits, undo the values' transform, once, and add its exact parts."""
+    """Merge one head of one query: weight its splits, undo the values' transform, once, and add its exact parts.
+
+    SPLITS partial outputs are read at once, of at most MOST_SPLITS. Where requests have one query, the splits of a
+    request without tokens are not read: which these are follows from its rows, that `q_indptr_ptr` then counts.
+    """
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     parts = num_splits + EXACT_PARTS
@@ -118,27 +129,34 @@ def merge_splits(
     channels = tl.arange(0, PADDED)  # [PADDED]
     mask_channels = channels < DIM  # [PADDED]
     num_queries = tl.num_programs(0)
+    used = num_splits
     if EXTEND:
         num_queries = tl.load(q_indptr_ptr + num_requests).to(tl.int32)  # the others are padding: nothing was written
-    top = tl.full([1], -1e30, tl.float32)  # [1]
-    total = tl.zeros([1], tl.float32)  # [1]
+    else:
+        length = (tl.load(q_indptr_ptr + query + 1) - tl.load(q_indptr_ptr + query)).to(tl.int32)
+        used = tl.cdiv(length, tokens_of_split(length, num_splits, MIN_SPLIT, TOKENS))
+    # All weights at once: partial outputs are then summed as they are, and no load of them waits for another.
+    weighed = tl.arange(0, MOST_SPLITS)  # [MOST_SPLITS]
+    mask_weighed = (weighed < used) & (query < num_queries)  # [MOST_SPLITS]
+    weights = tl.load(lse_ptr + place + weighed, mask=mask_weighed, other=float("-inf"))  # [MOST_SPLITS], as log2
+    top = tl.max(tl.where(weights > float("-inf"), weights, -1e30), 0) + tl.zeros([1], tl.float32)  # [1]
+    total = tl.sum(tl.where(weights != float("-inf"), tl.exp2(weights - top), 0.0), 0) + tl.zeros(
+        [1], tl.float32
+    )  # [1]
     out = tl.zeros([1, PADDED], tl.float32)  # [1, PADDED]
-    for first in tl.range(0, num_splits, SPLITS):
+    for first in tl.range(0, used, SPLITS):
         split = first + tl.arange(0, SPLITS)  # [SPLITS]
-        mask_splits = (split < num_splits) & (query < num_queries)  # [SPLITS]
-        lse = tl.load(lse_ptr + place + split, mask=mask_splits, other=float("-inf"))  # [SPLITS]
+        mask_splits = (split < used) & (query < num_queries)  # [SPLITS]
+        # Read once more, from the nearest cache by then.
+        of_block = tl.load(lse_ptr + place + split, mask=mask_splits, other=float("-inf"))  # [SPLITS]
         # A split without tokens has a weight of -inf, and nothing was written for it; NaN must be seen.
-        mask_written = mask_splits & (lse != float("-inf"))  # [SPLITS]
-        new_top = tl.maximum(top, tl.max(tl.where(lse > float("-inf"), lse, -1e30), 0))  # [1]
-        share = tl.where(mask_written, tl.exp2(lse - new_top), 0.0)  # [SPLITS]
+        mask_written = of_block != float("-inf")  # [SPLITS]
+        shares = tl.where(mask_written, tl.exp2(of_block - top), 0.0)  # [SPLITS]
         partials = tl.load(
             partial_ptr + (place + split[:, None]) * DIM + channels[None, :],
             mask=mask_written[:, None] & mask_channels[None, :], other=0.0,
         )  # fmt: skip  # [SPLITS, PADDED]
-        shrink = tl.exp2(top - new_top)  # [1]
-        total = total * shrink + tl.sum(share, 0)
-        out = out * shrink[:, None] + tl.sum(partials * share[:, None], 0)[None, :]
-        top = new_top
+        out += tl.sum(partials * shares[:, None], 0)[None, :]
     # Values have no constants, for which any pointer stands.
     out = invert_steps(out, head, channels, mask_channels, out_ptr, out_ptr, STEPS, DIM)
     for part in tl.static_range(EXACT_PARTS):

@@ -10,6 +10,7 @@ import triton
 
 from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
+from kvtuner.runtime_loader.kernels.launch_settings import WIDE
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 
-TILE: Final = 16
-"""Pairs of query and head of a program: the least that a tensor core takes."""
 STORED_TOKENS: Final = 8
 READ_TOKENS: Final = 16
 MERGED_SPLITS: Final = 16
@@ -90,10 +89,10 @@ def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
 
 
 def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeLaunch) -> Facts:
-    """The decode kernel's constants, but for what a call changes: EXTEND, CAPPED and BIASED."""
+    """The decode kernel's constants, but for what a call changes: EXTEND, CAPPED, BIASED and a window's."""
     facts: Facts = {
-        "HEADS": keys.num_heads, "GQA": gqa, "TILE": TILE, "TOKENS": launch.tokens, "MIN_SPLIT": launch.min_split,
-        "ASM": launch.asm,
+        "HEADS": keys.num_heads, "GQA": gqa, "TILE": launch.tile, "TOKENS": launch.tokens,
+        "MIN_SPLIT": launch.min_split, "ASM": launch.asm,
     }  # fmt: skip
     for name, side in (("K", keys), ("V", values)):
         own = {
@@ -120,12 +119,15 @@ def decode(
         num_requests=len(q), biased=biased, window=window, exact_parts=int(window is not None),
     )  # fmt: skip
     if window is not None:
-        grid = (keys.num_heads * triton.cdiv(q.shape[1] // keys.num_heads, TILE), 1, len(q))
+        grid = (keys.num_heads * triton.cdiv(q.shape[1] // keys.num_heads, WIDE), 1, len(q))
         _attend_copies(
-            grid, q, keys, values, indptr, indptr, partial, lse, scores, num_splits, len(q), window, TILE=TILE,
+            grid, q, keys, values, indptr, indptr, partial, lse, scores, num_splits, len(q), window, TILE=WIDE,
             EXTEND=False, EXACT_PARTS=1, PART=0, num_warps=4,
         )  # fmt: skip
-    _merge(partial, lse, indptr, values, num_splits, len(q), out, extend=False, exact_parts=int(window is not None))
+    _merge(
+        partial, lse, indptr, values, launch, num_splits, len(q), out, extend=False,
+        exact_parts=int(window is not None),
+    )  # fmt: skip
 
 
 def extend(
@@ -168,7 +170,7 @@ def extend(
             window, TILE=FRESH["TILE"], EXTEND=True, EXACT_PARTS=parts, PART=parts - 1,
             **fresh_options(keys, values),
         )  # fmt: skip
-    _merge(partial, lse, bounds.tokens, values, num_splits, num_requests, out, extend=True, exact_parts=parts)
+    _merge(partial, lse, bounds.tokens, values, launch, num_splits, num_requests, out, extend=True, exact_parts=parts)
 
 
 def copy_tokens(ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
@@ -281,26 +283,34 @@ def _attend_rows(
     partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
     lse = scratch.take((num_queries, num_heads, parts), torch.float32)
     if bounds is None:
-        grid = (keys.num_heads * triton.cdiv(gqa, TILE), num_splits, num_requests)
+        grid = (keys.num_heads * triton.cdiv(gqa, launch.tile), num_splits, num_requests)
     else:
-        grid = (keys.num_heads * tiles_of(num_queries, num_requests, gqa, TILE), num_splits, 1)
+        grid = (keys.num_heads * tiles_of(num_queries, num_requests, gqa, launch.tile), num_splits, 1)
     decode_split[grid](
         queries, queries.stride(0), queries.stride(1), indptr if bounds is None else bounds.tokens, keys.rows,
         keys.words, values.rows, values.words, bias, indptr, slots, indptr if window is None else window.requests,
         indptr if window is None else window.ring.positions, partial, lse, scores.scale * LOG2_E,
         scores.logit_cap * LOG2_E, num_splits, num_requests, EXTEND=extending, CAPPED=scores.logit_cap > 0,
-        BIASED=biased, EXACT_PARTS=exact_parts, num_warps=launch.warps, num_stages=launch.stages,
-        **window_constants(window), **decode_facts(keys, values, gqa, launch),
+        BIASED=biased, EXACT_PARTS=exact_parts, **launch.options, **window_constants(window),
+        **decode_facts(keys, values, gqa, launch),
     )  # fmt: skip
     return partial, lse
 
 
 def _merge(
-    partial: Tensor, lse: Tensor, q_indptr: Tensor, values: KernelSide, num_splits: int, num_requests: int,
-    out: Tensor, *, extend: bool, exact_parts: int,
+    partial: Tensor, lse: Tensor, q_indptr: Tensor, values: KernelSide, launch: DecodeLaunch, num_splits: int,
+    num_requests: int, out: Tensor, *, extend: bool, exact_parts: int,
 ) -> None:  # fmt: skip
     merge_splits[(len(out), out.shape[1])](
         partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
-        PADDED=values.padded, SPLITS=MERGED_SPLITS, STEPS=values.steps, EXTEND=extend,
-        EXACT_PARTS=exact_parts,
+        PADDED=values.padded, STEPS=values.steps, EXTEND=extend, EXACT_PARTS=exact_parts,
+        **merge_facts(launch, num_splits),
     )  # fmt: skip
+
+
+def merge_facts(launch: DecodeLaunch, num_splits: int) -> Facts:
+    """The constants of the merge that follow from how rows are split."""
+    return {
+        "SPLITS": MERGED_SPLITS, "MOST_SPLITS": triton.next_power_of_2(num_splits), "MIN_SPLIT": launch.min_split,
+        "TOKENS": launch.tokens,
+    }  # fmt: skip

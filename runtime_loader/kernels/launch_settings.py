@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 TABLE: Final = "launches.json"
 """The file of the settings, which benchmarks/launch_table.py writes."""
 LEAST_SPLITS: Final = 16
+SHORT_SPLIT: Final = 64
+"""The tokens below which a request of a small batch is not split."""
 MOST_SPLITS: Final = 256
+NARROW, WIDE = 8, 16
+"""The pairs of query and head of a program: few where a request has one query and a KV head no more, or many."""
 ROUNDS: Final = 2
 """The number of times that a device full of programs is filled again."""
 
@@ -31,10 +35,12 @@ class DecodeLaunch:
     """The launch of the kernel that reads rows.
 
     Attributes:
-        tokens: The tokens of a block of the loop, whose pipeline has `stages`.
+        tokens: The tokens of a block of the loop, whose pipeline has `stages`: one more than blocks that are loaded.
         asm: Whether codes are unpacked by NVIDIA's inline assembly.
         min_split: The tokens below which a request is not split.
         resident: The programs that a multiprocessor holds at once.
+        registers: The most registers of a thread; the compiler's choice by default.
+        tile: The pairs of query and head of a program.
     """
 
     tokens: int
@@ -43,6 +49,14 @@ class DecodeLaunch:
     asm: bool
     min_split: int = 256
     resident: int = 4
+    registers: int | None = None
+    tile: int = NARROW
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of Triton's compiler."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 INTERPRETED: Final = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16, resident=1)
@@ -79,7 +93,7 @@ class Device:
             ServingError: The table has no row for this pair of widths on this device.
         """
         if self.arch == "interpreter":
-            return INTERPRETED
+            return replace(INTERPRETED, tile=WIDE) if extend or gqa > NARROW else INTERPRETED
         groups = max(keys.groups, values.groups)
         rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim, groups), {})
         fitting = [least_gqa for least_gqa in rows if least_gqa <= gqa]
@@ -89,7 +103,13 @@ class Device:
                 f" {values.head_dim}, {groups} scales for a head, on {self.arch}; serve without a profile, or in a"
                 f" checkout make the table of runtime_loader/kernels/{TABLE} anew: python benchmarks/launch_table.py"
             )
-        return rows[max(fitting)][extend]
+        return rows[max(fitting)][extend or gqa > NARROW]
+
+    def for_batch(self, launch: DecodeLaunch, num_requests: int, tiles: int) -> DecodeLaunch:
+        """Return the settings of a batch: shorter splits where one part of each request leaves the device idle."""
+        if self.arch == "interpreter" or num_requests * tiles >= self.processors:
+            return launch
+        return replace(launch, min_split=min(launch.min_split, SHORT_SPLIT))
 
     def splits(self, launch: DecodeLaunch, num_requests: int, tiles: int, least: int = LEAST_SPLITS) -> int:
         """Return the parts of a request: as many as fill the device `ROUNDS` times, and not a part of a round more.
@@ -111,7 +131,7 @@ def _table() -> Mapping[tuple[str, int, int, int, int], dict[int, tuple[DecodeLa
     content: dict[str, Any] = json.loads(text)
     table: dict[tuple[str, int, int, int, int], dict[int, tuple[DecodeLaunch, DecodeLaunch]]] = {}
     for row in content["rows"]:
-        launches = DecodeLaunch(**row["launch"]), DecodeLaunch(**row["extend"])
+        launches = DecodeLaunch(**row["launch"]), DecodeLaunch(**row["wide"])
         for arch in row["archs"]:
             key = (arch, row["k_bits"], row["v_bits"], row["head_dim"], row["groups"])
             table.setdefault(key, {})[row["gqa"]] = launches

@@ -53,6 +53,12 @@ def queries_of(
 
 
 @triton.jit
+def tokens_of_split(length, num_splits, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the tokens of a request's splits: whole blocks, and at least MIN_SPLIT; later splits may be empty."""
+    return tl.cdiv(tl.cdiv(tl.maximum(length, MIN_SPLIT * num_splits), num_splits), TOKENS) * TOKENS
+
+
+@triton.jit
 def positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND: tl.constexpr):
     """Return the tokens of a request in rows, and the positions of its queries [TILE]; each alone is the last row's."""
     length = (tl.load(indptr_ptr + request + 1) - tl.load(indptr_ptr + request)).to(tl.int32)
@@ -65,8 +71,8 @@ def positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND: tl.
 
 @triton.jit
 def is_in_window(query_positions, positions, RESIDUAL: tl.constexpr, SINKS: tl.constexpr):
-    """Whether queries [TILE] have tokens [TOKENS] in their exact window, [TILE, TOKENS]."""
-    return (positions[None, :] > query_positions[:, None] - RESIDUAL) | (positions < SINKS)[None, :]
+    """Whether queries have tokens in their exact window; the positions of both are broadcast to a tile."""
+    return (positions > query_positions - RESIDUAL) | (positions < SINKS)
 
 
 @triton.jit

@@ -5,20 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.unpack_codes import for_each, scale_and_minimum, scale_and_zero_point, words_at
+from kvtuner.runtime_loader.kernels.unpack_codes import (
+    for_each,
+    log2_and_inverse,
+    scale_and_minimum,
+    scale_and_zero_point,
+    words_at,
+)
 
 
 @triton.jit
 def _loaded_words(index, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
     """A word of 32 bits of each token, or two short ones, [TOKENS], 0 where there is no token."""
-    return tl.load(words_ptr + (first + index) + slots * (ROW // 2), mask=mask_tokens, other=0)
+    return tl.load(words_ptr + (first + index) + slots.to(tl.int64) * (ROW // 2), mask=mask_tokens, other=0)
 
 
 @triton.jit
-def _grid_of(group, words, shifts, PAIRED: tl.constexpr, WORD: tl.constexpr):
+def _grid_of(group, words, shifts, PAIRED: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr):
     """The scale and the offset of a group of a head, [TOKENS] each."""
     if WORD == 32:
-        grid = scale_and_minimum(words[group])
+        grid = scale_and_minimum(words[group], ASM)
     elif PAIRED:
         grid = scale_and_zero_point(words[group // 2], group % 2)
     else:
@@ -41,7 +47,7 @@ def _loaded_half(group, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr)
 @triton.jit
 def stored_grids(
     words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The scale and the offset of each group of a head, pairs of [TOKENS], 0 where there is no token.
 
@@ -59,4 +65,24 @@ def stored_grids(
     else:
         words = for_each(_loaded_half, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
         shifts = for_each(_shift_of, GROUPS, (first,))
-    return for_each(_grid_of, GROUPS, (words, shifts, PAIRED, WORD))
+    return for_each(_grid_of, GROUPS, (words, shifts, PAIRED, WORD, ASM))
+
+
+@triton.jit
+def value_grids(
+    words_ptr, slots, mask_tokens, kv_head,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grids of values, a pair of [TOKENS] for each group, and the log2 and inverse of a token's largest scale."""
+    grids = ()  # a pair of [TOKENS] for each group
+    log2_v_scale = tl.zeros([TOKENS], tl.float32)  # [TOKENS]
+    inverse = tl.full([TOKENS], 1.0, tl.float32)  # [TOKENS]
+    if BITS != 16:
+        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, WIDE, ROW, BITS, GROUPS, WORD, ASM)
+        largest = tl.full([TOKENS], 2.0**-24, tl.float32)  # [TOKENS]
+        for group in tl.static_range(GROUPS):
+            largest = tl.maximum(largest, grids[group][0])
+        log2_v_scale, inverse = log2_and_inverse(largest, ASM)  # [TOKENS] each
+    # Added to scores, it hides what was read where there is no token.
+    return grids, tl.where(mask_tokens, log2_v_scale, float("-inf")), inverse

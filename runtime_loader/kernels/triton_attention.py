@@ -72,6 +72,7 @@ class TritonAttention:
         out = _output(q, values) if out is None else out
         if len(q):
             num_splits, scratch = self._device.splits(settings, len(q), tiles), self._scratch.restart()
+            settings = self._device.for_batch(settings, len(q), tiles)
             launch.decode(_dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits, scratch, out, window)
         return out
 
@@ -87,7 +88,7 @@ class TritonAttention:
         if num_requests == 0:
             return out.zero_()
         if len(q):
-            tiles = k_side.num_heads * launch.tiles_of(len(q), num_requests, gqa, launch.TILE)
+            tiles = k_side.num_heads * launch.tiles_of(len(q), num_requests, gqa, settings.tile)
             num_splits = self._device.splits(settings, 1, tiles, least=1)
             launch.extend(
                 _dense(q), _dense(k.to(q.dtype)), _dense(v.to(q.dtype)), k_side, v_side, bounds, scores,
@@ -130,7 +131,8 @@ class TritonAttention:
     def _settings(self, keys: KernelSide, values: KernelSide, num_heads: int) -> tuple[DecodeLaunch, int]:
         """Return how rows are read, and the programs that a part of one query takes."""
         gqa = num_heads // keys.num_heads
-        return self._device.launch(keys, values, gqa), keys.num_heads * triton.cdiv(gqa, launch.TILE)
+        settings = self._device.launch(keys, values, gqa)
+        return settings, keys.num_heads * triton.cdiv(gqa, settings.tile)
 
     def _side(self, stored: PackedRows) -> KernelSide:
         side = self._sides.get(stored)

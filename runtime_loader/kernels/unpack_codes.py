@@ -88,8 +88,8 @@ def third_bytes(row_ptrs, head, unit, HEADS: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def load_thirds(row_ptrs, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.constexpr):
-    """Load the third bytes of units, where `row_ptrs` and `unit` are broadcast to a tile; `mask` is that of units.
+def load_thirds(rows_ptr, rows, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.constexpr):
+    """Load the third bytes of units of rows at offsets, broadcast to the tile of `rows`; `mask` is that of units.
 
     They lie behind the other bytes of all units, those of units u and u + UNITS / 2 of a head in one halfword. Two
     tiles are returned: the halfwords of units below UNITS / 2, and those of the others, with zeros elsewhere.
@@ -97,7 +97,7 @@ def load_thirds(row_ptrs, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.const
     # A tensor core's operand must come of loads, constants and elementwise operations alone, or Triton moves it
     # through shared memory once more: so no unit is asked which byte is its own, and masks of loads tell.
     HALF: tl.constexpr = UNITS // 2
-    third_ptrs = row_ptrs + (HEADS * UNITS + head * HALF) + unit % HALF
+    third_ptrs = (rows_ptr + (HEADS * UNITS + head * HALF + unit % HALF)) + rows
     return (
         tl.load(third_ptrs, mask=mask & (unit < HALF), other=0),
         tl.load(third_ptrs, mask=mask & (unit >= HALF), other=0),
@@ -111,62 +111,60 @@ def with_thirds(units, thirds):
     return (units.to(tl.int32) & 0xFFFF) | first | ((thirds[1].to(tl.int32) & 0xFF00) << 8)
 
 
-@triton.jit
-def codes_of(units, thirds, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Unpack int16 units to float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot.
+@triton.constexpr_function
+def _mask_of(slot, bits):
+    """Return the assembly that masks the codes of a slot, two units in a register."""
+    if bits == 8:
+        return f"prmt.b32 $0, $1, 0, {('0x4240', '0x4341')[slot]};"  # a byte moves to the low half of its halfword
+    if bits == 3:
+        mask = (0x07, 0x38, 0x1C0, 0x0E, 0x70, 0x380, 0x1C, 0xE0)[slot]
+    else:
+        mask = ((1 << bits) - 1) << (slot * bits % 8)
+    return f"and.b32 $0, $1, 0x{mask:04x}{mask:04x};"
 
-    At 3 bits `thirds` are what `load_thirds` found.
+
+@triton.jit
+def codes_of(slot: tl.constexpr, units, thirds, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Unpack a slot of int16 units to float16 numbers, ONE * factor_of(slot, BITS) * code each.
+
+    At 3 bits `thirds` are what `load_thirds` found. What slots share is computed once, whichever of them come first.
     """
     if not ASM:
         # The same numbers in plain Triton, for interpreters and other vendors.
         if BITS == 3:
             units = with_thirds(units, thirds)
-        codes = for_each(_plain_codes, slots_of(BITS), (units, BITS))
+        codes = _plain_codes(slot, units, BITS)
     elif BITS == 3:
-        upper = _upper_bytes(units, thirds)
-        third = _high_bytes(upper)
-        codes = (
-            _codes(units, "and.b32 $0, $1, 0x00070007;"),
-            _codes(units, "and.b32 $0, $1, 0x00380038;"),
-            _codes(units, "and.b32 $0, $1, 0x01c001c0;"),
-            _codes(upper, "and.b32 $0, $1, 0x000e000e;"),
-            _codes(upper, "and.b32 $0, $1, 0x00700070;"),
-            _codes(upper, "and.b32 $0, $1, 0x03800380;"),
-            _codes(third, "and.b32 $0, $1, 0x001c001c;"),
-            _codes(third, "and.b32 $0, $1, 0x00e000e0;"),
-        )
-    elif BITS == 8:
-        # A register holds two units; a byte of each moves to the low half of its halfword.
-        codes = (_codes(units, "prmt.b32 $0, $1, 0, 0x4240;"), _codes(units, "prmt.b32 $0, $1, 0, 0x4341;"))
+        halves = units
+        if slot >= 3:
+            halves = _upper_bytes(units, thirds)
+        if slot >= 6:
+            halves = _high_bytes(halves)
+        codes = _codes(halves, _mask_of(slot, BITS))
     else:
-        high = _high_bytes(units)
-        if BITS == 4:
-            codes = (
-                _codes(units, "and.b32 $0, $1, 0x000f000f;"),
-                _codes(units, "and.b32 $0, $1, 0x00f000f0;"),
-                _codes(high, "and.b32 $0, $1, 0x000f000f;"),
-                _codes(high, "and.b32 $0, $1, 0x00f000f0;"),
-            )
-        else:
-            codes = (
-                _codes(units, "and.b32 $0, $1, 0x00030003;"),
-                _codes(units, "and.b32 $0, $1, 0x000c000c;"),
-                _codes(units, "and.b32 $0, $1, 0x00300030;"),
-                _codes(units, "and.b32 $0, $1, 0x00c000c0;"),
-                _codes(high, "and.b32 $0, $1, 0x00030003;"),
-                _codes(high, "and.b32 $0, $1, 0x000c000c;"),
-                _codes(high, "and.b32 $0, $1, 0x00300030;"),
-                _codes(high, "and.b32 $0, $1, 0x00c000c0;"),
-            )
+        halves = units
+        if BITS != 8 and slot * BITS >= 8:
+            halves = _high_bytes(units)
+        codes = _codes(halves, _mask_of(slot, BITS))
     return codes
 
 
 @triton.jit
-def scale_and_minimum(words):
+def scale_and_minimum(words, ASM: tl.constexpr = False):
     """Split scale words of 32 bits into float32 scales and minima."""
-    scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if ASM:
+        # Either half is an operand of the conversion: nothing masks or shifts it first.
+        scale = _half(words, "{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l;}")
+        minimum = _half(words, "{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h;}")
+    else:
+        scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, minimum
+
+
+@triton.jit
+def _half(words, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=f,r", [words], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.constexpr_function

@@ -103,7 +103,7 @@ def attend_copies(
             values_ptr + copies[:, None] * V_DIM + v_channel[None, :],
             mask=at_hand[:, None] & (v_channel < V_DIM)[None, :], other=0.0,
         )  # fmt: skip  # [TOKENS, V_PADDED]
-        read = at_hand[None, :] & is_in_window(query_positions, positions, RESIDUAL, SINKS)  # [TILE, TOKENS]
+        read = at_hand[None, :] & is_in_window(query_positions[:, None], positions[None, :], RESIDUAL, SINKS)
         acc, top, total = add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED)
     store_part(
         partial_ptr, lse_ptr, queries * (HEADS * GQA) + heads, num_splits, acc, top, total, mask_pairs,

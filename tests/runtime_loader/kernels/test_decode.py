@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED
+from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, WIDE, DecodeLaunch
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
@@ -26,6 +27,7 @@ NUM_SPLITS = 3
 # Queries and weights are rounded to fp16 once each, 2 ** -11 relative. Scores of some ten nats make 5e-3 of a weight of
 # that, and values that differ by orders of magnitude let one weight decide.
 TOLERANCE = 1e-2
+KINDS = ("centered+hadamard", "none")
 
 
 def decode(
@@ -36,15 +38,18 @@ def decode(
     slots: torch.Tensor,
     scores: ScoreScaling,
     num_splits: int = NUM_SPLITS,
+    settings: DecodeLaunch = INTERPRETED,
 ) -> torch.Tensor:
     out, scratch = torch.full_like(q, torch.nan), Scratch(1 << 20, q.device)
     launch.decode(
-        q, KernelSide.of(keys), KernelSide.of(values), indptr, slots, scores, INTERPRETED, num_splits, scratch, out
+        q, KernelSide.of(keys), KernelSide.of(values), indptr, slots, scores, settings, num_splits, scratch, out
     )
     return out
 
 
-def assert_agrees(keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0.0) -> None:
+def assert_agrees(
+    keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0.0, settings: DecodeLaunch = INTERPRETED
+) -> None:
     generator = torch.Generator().manual_seed(7)
     num_heads, head_dim = keys.format.num_heads, keys.format.head_dim
     slots = torch.randperm(len(keys.rows), generator=generator)[: sum(LENGTHS)]
@@ -57,7 +62,7 @@ def assert_agrees(keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0
     indptr = torch.tensor([0, *itertools.accumulate(LENGTHS)])
     scores = ScoreScaling(head_dim**-0.5, cap)
     expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
-    found = decode(q, keys, values, indptr, slots, scores)
+    found = decode(q, keys, values, indptr, slots, scores, settings=settings)
     assert (found[0] == 0).all()
     largest = expected.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-6)
     error = ((found - expected).abs() / largest).max().item()
@@ -86,6 +91,13 @@ def test_every_shape(
 ) -> None:
     keys = poisoned(row_format(num_heads, head_dim, bits[0], "centered+balanced+hadamard"), 130)
     assert_agrees(keys, poisoned(row_format(num_heads, head_dim, bits[1], "hadamard"), 130), gqa, cap)
+
+
+@pytest.mark.parametrize("gqa", [3, 20])
+@pytest.mark.parametrize("bits", [(4, 2), (3, 16)])
+def test_wide_tiles(gqa: int, bits: tuple[int, int], row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
+    keys, values = (poisoned(row_format(2, 64, width, kind), 130) for width, kind in zip(bits, KINDS, strict=True))
+    assert_agrees(keys, values, gqa, 5.0, replace(INTERPRETED, tile=WIDE))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

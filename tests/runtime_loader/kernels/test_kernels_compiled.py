@@ -15,7 +15,7 @@ import pytest
 
 from kvtuner.errors import ServingError
 from kvtuner.precision import ALL_BITS
-from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.launch_settings import NARROW, WIDE, DecodeLaunch, Device
 
 ROOT = Path(__file__).resolve().parents[3]
 compiling = pytest.mark.slow
@@ -35,17 +35,24 @@ def run(*command: str) -> Any:
 @compiling
 @pytest.mark.parametrize(
     "options",
-    [("--arch", "80", "89", "90", "100"), ("--kv-heads", "4", "2", "1")],
+    [("--arch", "80", "89", "90", "100", "120"), ("--kv-heads", "4", "2", "1")],
     ids=["architectures", "row strides"],
 )
 def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_bytes(options: tuple[str, ...]) -> None:
     rows = run(str(ROOT / "benchmarks" / "sass.py"), *options, "--without-baseline", "--json")
     assert len(rows) == 8 * (len(options) - 1)
     for row in rows:
-        assert row["lane_instructions_per_element"] <= 2.9, row
+        if row["launch_row"]["tokens"] == 64:
+            assert row["lane_instructions_per_element"] <= (1.8 if row["k_bits"] == row["v_bits"] == 4 else 1.9), row
+            assert row["registers"] <= 160, row
+        else:  # the shared memory of these holds no four programs with two blocks of 64 tokens of wide rows
+            assert row["arch"] in (89, 120), row
+            assert row["lane_instructions_per_element"] <= 2.15, row
+        assert row["buffers"] >= 2, row
+        assert row["loads_in_flight"] >= 1, row
         assert row["int_to_float"] == 0, row
-        # Triton 3.7's ptxas spills three registers around the loop of K3V2 on sm_89; that of 3.8 none.
-        assert row["spills"] <= 6 * ((row["arch"], row["k_bits"], row["v_bits"]) == (89, 3, 2)), row
+        # What 160 registers do not hold is kept in memory around the loop; sm_120 reads a few of them in it.
+        assert row["loop_spills"] <= 4 * (row["arch"] >= 100), row
         assert row["shared_stores"] <= 4, row  # scales alone, with some compilers; codes would be dozens
         # Halfwords of third bytes are copied for the lower half of units and for the upper, with zeros for the other.
         bits = sum({3: 6}.get(row[name], row[name]) for name in ("k_bits", "v_bits"))
@@ -58,10 +65,11 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
 def test_the_decode_loop_over_short_words_converts_no_integer_and_copies_words_ahead(group_size: str) -> None:
     flags = ("--word-bits", "16", "--group-size", group_size, "--without-baseline", "--json")
     rows = run(str(ROOT / "benchmarks" / "sass.py"), "--pairs", "K4V4", "K3V3", "K2V2", *flags)
-    most = {"128": (2.7, 3.0, 2.5), "64": (3.2, 3.6, 3.0)}[group_size]
+    most = {"128": (2.0, 2.1, 1.9), "64": (3.2, 3.6, 3.0)}[group_size]
     for row, lanes in zip(rows, most, strict=True):
         assert row["lane_instructions_per_element"] <= lanes, row
-        assert (row["int_to_float"], row["waiting_loads"], row["spills"]) == (0, 0, 0), row
+        assert (row["int_to_float"], row["loop_spills"]) == (0, 0), row
+        assert row["waiting_loads"] <= 2, row  # of the next slots alone
 
 
 @compiling
@@ -147,12 +155,26 @@ def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
 
     hopper = Device("sm_90", 132)
     assert hopper.launch(side(4), side(2), 4).asm
+    asked = ((8, False), (9, False), (1, True))
+    tiles = [hopper.launch(side(4), side(2), gqa, extend=extend).tile for gqa, extend in asked]
+    assert tiles == [NARROW, WIDE, WIDE]
     assert hopper.launch(side(4, groups=2), side(2), 4).asm
     assert not Device("gfx942", 304).launch(side(4), side(2), 4).asm
     for device, keys in ((Device("sm_75", 40), side(4)), (hopper, side(4, 48)), (hopper, side(4, 128, 8))):
         refusal = rf"no kernel for K4V2 with head_dim {keys.head_dim} .* {keys.groups} scales .* on {device.arch}"
         with pytest.raises(ServingError, match=refusal):
             device.launch(keys, side(2, keys.head_dim), 4)
+
+
+def test_short_requests_of_a_small_batch_are_split_further() -> None:
+    launch = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True, resident=8)
+    hopper = Device("sm_90", 132)
+    assert [hopper.for_batch(launch, num_requests, 8).min_split for num_requests in (1, 16, 17, 64)] == [
+        64,
+        64,
+        256,
+        256,
+    ]
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 32, 200, 5000])

@@ -51,11 +51,10 @@ def codes_of(*arguments: Any) -> tuple[int, ...]:
     """The kernels' own source, as Python, of which each register holds two units."""
     language = SimpleNamespace(inline_asm_elementwise=assembled, constexpr=int, float16=None, int16=None)
     names: dict[str, Any] = {"tl": language}
-    for function in ("_codes", "_high_bytes", "_upper_bytes", "codes_of"):
+    for function in ("_mask_of", "_codes", "_high_bytes", "_upper_bytes", "codes_of"):
         source = inspect.getsource(getattr(unpack_codes, function).fn)
-        exec(source.removeprefix("@triton.jit\n"), names)
-    codes: tuple[int, ...] = names["codes_of"](*arguments)
-    return codes
+        exec(source.partition("\n")[2], names)
+    return tuple(names["codes_of"](slot, *arguments) for slot in range(slots_of(arguments[2])))
 
 
 @pytest.mark.parametrize("bits", PACKED_BITS)
