@@ -7,6 +7,7 @@ an entry point in SGLang's group of platforms. For trying things out and for tes
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 from typing import Any
 
 
@@ -59,6 +60,35 @@ def read_images_without_torchvision() -> None:
     AutoVideoProcessor.from_pretrained = lambda *_, **__: NoVideos()
 
 
+class PageableTorch(ModuleType):
+    """The module torch, except that what it makes is not pinned, which takes a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("arange", "empty", "tensor", "zeros"):
+            return found
+
+        def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return found(*args, **kwargs)
+
+        setattr(self, name, make)
+        return make
+
+
+def run_adapters() -> None:
+    """Let SGLang's layers of adapters (LoRA) do without pinned memory, and their kernels without a GPU's name."""
+    import torch
+    from sglang.kernels.ops.lora.dense import lora_tuning_config
+
+    lora_tuning_config.get_device_name = lambda: "cpu"
+
+    for name in ("layers", "backend.torch_backend", "backend.triton_backend", "backend.chunked_backend"):
+        importlib.import_module(f"sglang.srt.lora.{name}").torch = PageableTorch("torch")
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
 def __getattr__(name: str) -> Any:
     if name != "TorchPlatform":
         raise AttributeError(name)
@@ -77,6 +107,9 @@ def __getattr__(name: str) -> Any:
 
         def get_default_attention_backend(self) -> str:
             return "torch_native"
+
+        def init_backend(self) -> None:
+            run_adapters()
 
         def get_dispatch_key_name(self) -> str:
             return "native"

@@ -20,7 +20,7 @@ from kvtuner.runtime_loader.sglang.compat.processes import (
     resolved,
 )
 from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest, identity_of_model
-from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, refuse_flags
+from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, has_adapters, refuse_flags
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
 
@@ -101,6 +101,8 @@ def _check(server_args: Any) -> None:
         state.checked_digest = profile.digest
         if loaded.request.uniform is None:
             logger.info("kvtuner: serving %s", loaded.request.profile)
+            if has_adapters(arguments):
+                _judge_adapters(strict=loaded.request.strict)
             _compare_models(loaded.request, profile, model_config)
 
 
@@ -127,6 +129,14 @@ def _compare_models(request: ServingRequest, profile: Profile, model_config: Any
     for mismatch in mismatches:
         log = logger.warning if mismatch.severity == "warning" else logger.info
         log("kvtuner: %s", mismatch.text)
+
+
+def _judge_adapters(*, strict: bool) -> None:
+    """Say that answers of an adapter, a fine-tune that comes with its requests, were not measured."""
+    unmeasured = "the profile was measured without adapters (LoRA)"
+    if strict:
+        raise ServingError(f"{unmeasured}; drop --enable-lora and --lora-paths, or drop {STRICT_FLAG}")
+    logger.warning("kvtuner: %s; merge one into the model to measure it by kvtuner eval", unmeasured)
 
 
 def _start_scheduler(server_args: Any) -> None:

@@ -59,13 +59,14 @@ _OFF_BY_REASON: Final = {
     "it was never tried": (
         "enable_pdmux", "enable_two_batch_overlap", "enable_single_batch_overlap", "enable_torch_compile",
         "enable_memory_saver", "enable_streaming_session", "enable_session_radix_cache", "enable_dynamic_chunking",
-        "enable_lora", "lora_paths", "uno_lora_path", "radix_cache_backend", "elastic_ep_backend",
+        "uno_lora_path", "radix_cache_backend", "elastic_ep_backend",
     ),
 }  # fmt: skip
 
 RULES: Final = (
     OptionRule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
     OptionRule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
+    OptionRule("enable_lora", (True, False, None), "it is on or off"),
     OptionRule(
         "speculative_algorithm",
         ("NGRAM", "EAGLE", "EAGLE3", None),
@@ -121,6 +122,12 @@ SPECULATION_RULES: Final = (
 )
 """Rules beside speculative decoding."""
 
+LORA_RULES: Final = (
+    OptionRule("enable_hierarchical_cache", OFF, "no test stored one adapter's pages beside another's"),
+    OptionRule("speculative_algorithm", (None,), "it was never tried"),
+)
+"""Rules beside adapters (LoRA)."""
+
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
 
@@ -157,9 +164,18 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
     _refuse_options(arguments, rules, what)
     if arguments.speculative_algorithm is not None:
         _refuse_options(arguments, SPECULATION_RULES, f"speculative decoding on {what}")
+    if has_adapters(arguments):
+        _refuse_options(arguments, LORA_RULES, f"LoRA on {what}")
     for name, reason in VARIABLES.items():
         if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ServingError(f"{name} does not work with {what}: {reason}; unset it")
+
+
+def has_adapters(arguments: Any) -> bool:
+    """Whether a server takes adapters (LoRA), which SGLang decides after the launcher's check."""
+    if arguments.enable_lora is None:
+        return bool(getattr(arguments, "lora_paths", None))
+    return bool(arguments.enable_lora)
 
 
 def _refuse_options(arguments: Any, rules: Iterable[OptionRule], what: str) -> None:

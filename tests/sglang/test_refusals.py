@@ -89,6 +89,20 @@ def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Re
     assert line.startswith("--hicache-mem-layout page_head does not work with a packed KV pool: it splits pages by")
 
 
+def test_adapters_where_nothing_may_differ_from_what_was_measured(tiny: Path, refused: Refused, fitting: Path) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), "--kvtuner-strict", "--lora-paths", "one=/adapter")
+    assert line.startswith("the profile was measured without adapters (LoRA); drop --enable-lora and --lora-paths")
+
+
+def test_adapters_beside_what_was_never_tried_with_them(tiny: Path, refused: Refused, fitting: Path) -> None:
+    chains = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+    flags = ("--lora-paths", "one=/adapter", *chains)
+    line = refused(tiny, "--kvtuner-profile", str(fitting), *flags)
+    assert line.startswith("--speculative-algorithm NGRAM does not work with LoRA on a packed KV pool")
+    line = refused(tiny, "--kvtuner-profile", str(fitting), *flags[:2], "--enable-hierarchical-cache")
+    assert line.startswith("--enable-hierarchical-cache does not work with LoRA on a packed KV pool")
+
+
 def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: Refused, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), "--attention-backend", "torch_native")
     assert line.startswith("--attention-backend torch_native cannot read a packed KV pool")

@@ -13,6 +13,7 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.option_rules import (
     BACKENDS,
     HICACHE_RULES,
+    LORA_RULES,
     RULES,
     SPECULATION_RULES,
     OptionRule,
@@ -54,6 +55,27 @@ def test_every_rule_of_speculative_decoding_refuses_its_option_beside_drafts_alo
             refuse_flags(arguments(device="cpu", **drafting), {})
     if rule.name not in fine:
         refuse_flags(arguments(device="cpu", **{**chains, rule.name: bad}), {})
+
+
+@pytest.mark.parametrize("rule", LORA_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_adapters_refuses_its_option_beside_them_alone(rule: OptionRule) -> None:
+    fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES)}
+    fine = {**fine, "enable_hierarchical_cache": False, "speculative_algorithm": None}
+    works: object = {"enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
+    refuse_flags(arguments(device="cpu", **{**fine, rule.name: works}), {})
+    refuse_flags(arguments(device="cpu", **{**fine, rule.name: works, "enable_lora": False, "lora_paths": ["a"]}), {})
+    for asked in ({"enable_lora": True}, {"enable_lora": None, "lora_paths": ["a"]}):
+        adapters = {**fine, **asked}
+        refuse_flags(arguments(device="cpu", **adapters), {})
+        with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with LoRA on a packed KV pool"):
+            refuse_flags(arguments(device="cpu", **{**adapters, rule.name: works}), {})
+
+
+def test_adapters_beside_a_quantized_host_tier() -> None:
+    fine = {each.name: each.works[-1] for each in EVERY_RULE}
+    refuse_flags(arguments(device="cpu", **fine), {}, hicache_only=True)
+    with pytest.raises(ServingError, match="--enable-hierarchical-cache does not work with LoRA on a quantized host"):
+        refuse_flags(arguments(device="cpu", **{**fine, "enable_lora": True}), {}, hicache_only=True)
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP"])
@@ -116,7 +138,7 @@ DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend", "cuda_graph_conf
 def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: RunProgram) -> None:
     done = run_program("-c", OPTIONS)
     options = set(json.loads(done.stdout.splitlines()[-1]))
-    rules = {rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES)}
+    rules = {rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES, *LORA_RULES)}
     assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
     assert set(GOVERNED.values()) <= rules
     touching = {name for name in options if any(word in name for word in WORDS)}
