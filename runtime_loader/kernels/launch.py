@@ -10,7 +10,7 @@ import triton
 
 from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
-from kvtuner.runtime_loader.kernels.launch_settings import WIDE
+from kvtuner.runtime_loader.kernels.launch_settings import MOST_SPLITS, WIDE
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
@@ -309,8 +309,8 @@ def _merge(
 
 
 def merge_facts(launch: DecodeLaunch, num_splits: int) -> Facts:
-    """The constants of the merge that follow from how rows are split."""
+    """The constants of the merge that follow from how rows are split, the same for every number of requests."""
     return {
-        "SPLITS": MERGED_SPLITS, "MOST_SPLITS": triton.next_power_of_2(num_splits), "MIN_SPLIT": launch.min_split,
-        "TOKENS": launch.tokens,
+        "SPLITS": MERGED_SPLITS, "MOST_SPLITS": triton.next_power_of_2(max(num_splits, MOST_SPLITS)),
+        "MIN_SPLIT": launch.min_split, "TOKENS": launch.tokens,
     }  # fmt: skip

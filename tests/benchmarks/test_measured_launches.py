@@ -47,7 +47,7 @@ def test_rows_of_other_architectures_pairs_and_shapes_stay() -> None:
     assert {key[:5] for key in different} == {("sm_90", 4, 4, 128, 1)}
     for key in different:
         assert {name: after[key]["launch"][name] for name in C} == C
-        assert after[key]["launch"]["resident"] >= 1 and after[key]["extend"] == before[key]["extend"]
+        assert after[key]["launch"]["resident"] >= 1 and after[key]["wide"] == before[key]["wide"]
         assert after[key]["timed_on"] == "a GPU"
     # Settings that are in the table already leave it as it is.
     row = before["sm_90", 4, 4, 128, 1, 1]["launch"]

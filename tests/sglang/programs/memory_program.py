@@ -62,7 +62,7 @@ def pool_size(
     resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
     configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
     sizes: Any = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
-    sizes._cell_size, sizes._fixed_overhead_bytes = token, 0
+    sizes._cell_size, sizes._kvtuner_cell, sizes._fixed_overhead_bytes = token, token, 0
     sizes._kvtuner_requests = pool._RequestCosts(configurator, slot, workspace)
     tokens = sizes.calculate_pool_sizes(available, 1).max_total_num_tokens
     return [tokens, configurator.resolve_max_num_reqs(tokens)]

@@ -108,6 +108,8 @@ def check_that_another_kind_of_pool_is_refused() -> None:
         pass
 
     class Configurator(SimpleNamespace):
+        spec_aux_config = SimpleNamespace(eagle_draft_num_layers=None)
+
         def configure(self, **_: Any) -> Any:
             return SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=None)
 
@@ -117,7 +119,8 @@ def check_that_another_kind_of_pool_is_refused() -> None:
     configure: Any = KVCacheConfigurator.configure
     configure(Configurator(pool=Packed(), is_draft_worker=False))
     assert [type(found) for found in built] == [Packed]
-    configure(Configurator(pool=object(), is_draft_worker=True))
+    draft_pool = SimpleNamespace(size=3, page_size=1, get_kv_size_bytes=lambda: (0, 0))
+    configure(Configurator(pool=draft_pool, is_draft_worker=True))
     line = refusal(configure, Configurator(pool=object(), is_draft_worker=False))
     assert "SGLang built a object for this model, not a Packed" in line
     assert len(built) == 1
