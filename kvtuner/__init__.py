@@ -13,15 +13,30 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.load import load_profile
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.python_interface import calibrate, evaluate, plan, search
+    from kvtuner.runtime_loader.engine.generation import SamplingParameters
+    from kvtuner.runtime_loader.engine.local_engine import LocalEngine
     from kvtuner.runtime_loader.sglang import engine
     from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 __version__ = "0.1.0"
-__all__ = ["KVTunerCache", "Profile", "calibrate", "engine", "evaluate", "load_profile", "plan", "search"]
+__all__ = [
+    "KVTunerCache",
+    "LocalEngine",
+    "Profile",
+    "SamplingParameters",
+    "calibrate",
+    "engine",
+    "evaluate",
+    "load_profile",
+    "plan",
+    "search",
+]
 
 _MODULES: Final = {
     "KVTunerCache": "kvtuner.runtime_loader.transformers_cache",
+    "LocalEngine": "kvtuner.runtime_loader.engine.local_engine",
     "Profile": "kvtuner.exported_configs.profile.profile",
+    "SamplingParameters": "kvtuner.runtime_loader.engine.generation",
     "calibrate": "kvtuner.pipeline.python_interface",
     "engine": "kvtuner.runtime_loader.sglang",
     "evaluate": "kvtuner.pipeline.python_interface",

@@ -65,3 +65,11 @@ class HubError(KVTunerError):
 
 class SignatureError(KVTunerError):
     """A signature that is missing, cannot be checked, or is not that of who was asked for."""
+
+
+class RequestError(KVTunerError, ValueError):
+    """A request that an engine cannot answer as asked: too long, or parameters outside what they may be."""
+
+
+class EngineBusyError(KVTunerError):
+    """A request that an engine does not take now, since as many wait as may; the same one may be taken later."""

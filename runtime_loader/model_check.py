@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
+from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
 
 
@@ -26,6 +29,31 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
     profile.check_model(config)
     if profile.has_per_channel_keys:
         raise ProfileError(NO_TAIL_PAGES)
+
+
+def check_served_model(
+    profile: Profile, config: ConfigLike, *, context_length: int | None = None, allow_derived: bool = False
+) -> list[str]:
+    """Check that a model is also the one that a profile was made for; returns warnings of what differs without harm.
+
+    With `allow_derived` a fine-tune, or another configuration of the same geometry, is no error.
+
+    Raises:
+        UnsupportedModelError: See `check_model`.
+        ProfileError: The profile belongs to another model.
+    """
+    check_model(profile, config, context_length=context_length)
+    policy = Policy(allow_derived=allow_derived, allow_flag="allow_derived=True")
+    mismatches = compare_models(profile.model, _identity(config, profile), policy)
+    refuse(mismatches)
+    return [mismatch.text for mismatch in mismatches if mismatch.severity == "warning"]
+
+
+def _identity(config: ConfigLike, profile: Profile) -> ModelIdentity:
+    """The model that a configuration describes; what it does not know, such as a folder's hub id, is as wanted."""
+    loaded_from = str(getattr(config, "_name_or_path", ""))
+    name = loaded_from if is_hub_id(public_name(loaded_from)) else profile.model.id
+    return identity_of(config, id=name, revision=None, dtype=profile.model.dtype)
 
 
 def calibrated_positions(profile: Profile) -> int | None:

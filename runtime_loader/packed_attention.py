@@ -6,7 +6,7 @@ Knows nothing of servers, caches or implementations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
@@ -32,6 +32,15 @@ class PackedRows:
 
     rows: Tensor
     format: RowFormat
+
+    @classmethod
+    def zeros(cls, row_format: RowFormat, num_slots: int, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """Rows of zeros; `dtype` is the served one."""
+        if row_format.spec is None:
+            shape: tuple[int, ...] = (num_slots, row_format.num_heads, row_format.head_dim)
+            return cls(torch.zeros(shape, dtype=dtype, device=device), row_format)
+        shape = (num_slots, row_format.row_bytes(dtype))
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), row_format)
 
     @property
     def shape(self) -> tuple[int, int, int]:

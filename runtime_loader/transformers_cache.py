@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from transformers import Cache
 
 from kvtuner.errors import CacheError, UnsupportedModelError
-from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
-from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
-from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_served_model
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 from kvtuner.runtime_loader.rows_in_place import attention_in_place, register_attention_in_place
 from kvtuner.runtime_loader.transformers_layer import KVTunerLayer, num_queries_of
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
     from kvtuner.precision import ExactWindow
     from kvtuner.runtime_loader.packed_attention import PackedAttention
@@ -91,13 +88,8 @@ class KVTunerCache(Cache):
             ProfileError: The profile belongs to another model.
             CacheError: The read plan is unknown.
         """
-        check_model(profile, config, context_length=context_length)
-        policy = Policy(allow_derived=allow_derived, allow_flag="allow_derived=True")
-        mismatches = compare_models(profile.model, _identity(config, profile), policy)
-        refuse(mismatches)
-        for mismatch in mismatches:
-            if mismatch.severity == "warning":
-                warnings.warn(mismatch.text, stacklevel=2)
+        for warning in check_served_model(profile, config, context_length=context_length, allow_derived=allow_derived):
+            warnings.warn(warning, stacklevel=2)
         return cls.stored_by(profile, read_plan)
 
     @classmethod
@@ -242,13 +234,6 @@ class KVTunerCache(Cache):
     @property
     def _packed_layers(self) -> list[KVTunerLayer]:
         return cast("list[KVTunerLayer]", self.layers)
-
-
-def _identity(config: Any, profile: Profile) -> ModelIdentity:
-    """The model that a configuration describes; what it does not know, such as a folder's hub id, is as wanted."""
-    loaded_from = str(getattr(config, "_name_or_path", ""))
-    name = loaded_from if is_hub_id(public_name(loaded_from)) else profile.model.id
-    return identity_of(config, id=name, revision=None, dtype=profile.model.dtype)
 
 
 def _is_centered(profile: Profile) -> bool:

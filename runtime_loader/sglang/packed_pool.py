@@ -99,11 +99,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         return None if self.copies is None else self.copies[layer_id - self.start_layer]
 
     def _rows(self, row_format: RowFormat) -> PackedRows:
-        is_native = row_format.spec is None
-        shape = (row_format.num_heads, row_format.head_dim) if is_native else (row_format.row_bytes(self.model_dtype),)
-        dtype = self.model_dtype if is_native else torch.uint8
-        slots = self.size + self.page_size
-        return PackedRows(torch.zeros((slots, *shape), dtype=dtype, device=self.device), row_format)
+        return PackedRows.zeros(row_format, self.size + self.page_size, self.model_dtype, self.device)
 
     def _build_kv_buffer_descs(self) -> list[Any]:
         return [

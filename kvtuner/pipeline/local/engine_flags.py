@@ -1,0 +1,136 @@
+"""The flags of commands that run the local engine. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvtuner.errors import OptionError, RequestError
+from kvtuner.pipeline.number_readers import byte_count, positive, seed, token_count, whole_number
+from kvtuner.pipeline.options import ModelOptions, check_options, option, read_texts
+from kvtuner.runtime_loader.engine.engine_options import (
+    ATTENTIONS,
+    EVICTIONS,
+    AttentionName,
+    EngineOptions,
+    EvictionName,
+)
+from kvtuner.runtime_loader.engine.generation import SamplingParameters
+from kvtuner.runtime_loader.sglang.request import ATTENDS, Attend
+
+_DEFAULTS = EngineOptions()
+_GREEDY = SamplingParameters()
+
+
+def _tokens_or_none(text: str) -> int:
+    """A count of tokens, or 0."""
+    return 0 if text.strip() == "0" else token_count(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFlags:
+    """The profile, and how the engine runs."""
+
+    profile: str | None = option(
+        None,
+        "profile of the cache: profile.json, run folder, owner/name of the hub, or catalogue:name; unquantized without",
+        metavar="PROFILE",
+    )
+    attention: AttentionName | None = option(
+        None,
+        f"implementation of attention: {', '.join(ATTENTIONS)}; the first that runs here by default",
+        choices=ATTENTIONS,
+    )
+    attend: Attend = option(
+        "fresh", "what chunks read of themselves: fresh, as they came; cache, as rows give them back", choices=ATTENDS
+    )
+    kv_memory: int | None = option(
+        None, "size of the KV pool, such as 4GiB; at most 1GiB by default", type=byte_count, metavar="BYTES"
+    )
+    page_size: int = option(_DEFAULTS.page_size, "tokens of a page", type=positive, metavar="TOKENS")
+    max_requests: int = option(_DEFAULTS.max_requests, "requests that run at once", type=positive, metavar="N")
+    chunk_tokens: int = option(
+        _DEFAULTS.chunk_tokens, "tokens of prompts in a step, beside decoding", type=positive, metavar="TOKENS"
+    )
+    prefix_cache_tokens: int | None = option(
+        None,
+        "tokens that the prefix cache keeps at most; 0: none; all of the pool by default",
+        type=_tokens_or_none,
+        metavar="TOKENS",
+    )
+    eviction: EvictionName = option("lru", "what the prefix cache loses first", choices=EVICTIONS)
+    allow_derived: bool = option(False, "take a profile of the model that this one was tuned from")
+
+    def __post_init__(self) -> None:
+        read_texts(self)
+        check_options(self)
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of `EngineOptions` that flags give."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "profile"}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"must be a number, not {text!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingFlags:
+    """How tokens are chosen."""
+
+    max_tokens: int = option(_GREEDY.max_tokens, "tokens of an answer", type=positive, metavar="N")
+    temperature: float = option(0.0, "temperature; 0 takes the likeliest token", type=_number)
+    top_p: float = option(1.0, "share of probability that is sampled from", type=_number)
+    top_k: int = option(0, "likeliest tokens that are sampled from; 0: all", type=whole_number)
+    min_p: float = option(0.0, "least probability beside the likeliest token's", type=_number)
+    repetition_penalty: float = option(1.0, "factor on tokens that were there", type=_number)
+    presence_penalty: float = option(0.0, "taken from logits of tokens in the answer", type=_number)
+    frequency_penalty: float = option(0.0, "taken for each time that they are", type=_number)
+    seed: int | None = option(None, "seed of every request; drawn anew by default", type=seed)
+    stop: tuple[str, ...] = option((), "text that ends an answer; may be given again", action="append", metavar="TEXT")
+    ignore_eos: bool = option(False, "go on behind the model's own end")
+    logprobs: int | None = option(
+        None, "likely tokens to tell beside each with log-probabilities, for --json", type=whole_number, metavar="K"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def parameters(self) -> SamplingParameters:
+        """The parameters of a request.
+
+        Raises:
+            OptionError: One is outside of what it may be.
+        """
+        try:
+            return SamplingParameters(**{item.name: getattr(self, item.name) for item in fields(self)})
+        except RequestError as error:
+            raise OptionError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateFlags:
+    """Prompts, the model and engine that answer them, and how."""
+
+    prompt: tuple[str, ...] = option(
+        (),
+        "prompt; may be given again. Without this and --prompts, standard input is one",
+        action="append",
+        group="prompts",
+        metavar="TEXT",
+    )
+    prompts: str | None = option(
+        None, "file of prompts: one on each line, or JSONL with prompt or messages", metavar="FILE"
+    )
+    chat: bool = option(False, "put prompts through the tokenizer's chat template, as a user's message")
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineFlags = field(default_factory=EngineFlags)
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.prompt and self.prompts:
+            raise OptionError("give --prompt or --prompts, one of the two")

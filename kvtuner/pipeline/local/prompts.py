@@ -1,0 +1,85 @@
+"""Prompts out of flags, a file or standard input, as the tokenizer's tokens. Knows nothing of engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.errors import OptionError
+from kvtuner.pipeline.progress import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtuner.pipeline.local.engine_flags import GenerateFlags
+
+    Messages = list[dict[str, Any]]
+
+
+def read_prompts(flags: GenerateFlags) -> list[str | Messages]:
+    """The prompts that flags give: texts, or messages of a conversation.
+
+    Raises:
+        OptionError: A file that cannot be read, or has none.
+    """
+    if flags.prompt:
+        return list(flags.prompt)
+    if flags.prompts is not None:
+        prompts = list(_of_file(Path(flags.prompts)))
+        if not prompts:
+            raise OptionError(f"--prompts {flags.prompts} has no prompt; write one on each line")
+        return prompts
+    if sys.stdin.isatty():
+        say("type the prompt, and end it with Ctrl-D")
+    text = sys.stdin.read()
+    if not text:
+        raise OptionError("standard input is empty; give --prompt TEXT, --prompts FILE or text there")
+    return [text]
+
+
+def encode(tokenizer: Any, prompt: str | Messages, *, is_chat: bool) -> list[int]:
+    """The tokens of a prompt; a conversation, or a text that `is_chat`, goes through the chat template.
+
+    Raises:
+        OptionError: The tokenizer has no such template, or it refuses the messages.
+    """
+    if isinstance(prompt, str) and not is_chat:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        return ids
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise OptionError("the model's tokenizer has no chat template; leave out --chat, and give text")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of the model's, and raises what it likes
+        raise OptionError(f"the chat template refuses the messages: {error}") from error
+    # The template has written what begins a text already.
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _of_file(path: Path) -> Iterator[str | Messages]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise OptionError(f"--prompts {path} cannot be read ({reason}); give a file of text or JSONL") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _of_json(line, f"--prompts {path}, line {number}") if path.suffix == ".jsonl" else line
+
+
+def _of_json(line: str, where: str) -> str | Messages:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{where} is not JSON: {error}") from error
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
+        return messages
+    raise OptionError(f"{where} has neither prompt, a text, nor messages, a list of role and content")

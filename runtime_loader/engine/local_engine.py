@@ -1,0 +1,333 @@
+"""An engine: requests in, tokens out, a step at a time, on the thread that calls it. Knows no files or servers."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+
+from kvtuner.errors import RequestError
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import NO_WINDOW
+from kvtuner.runtime_loader.engine.batch_scheduler import BatchScheduler
+from kvtuner.runtime_loader.engine.engine_options import EngineOptions
+from kvtuner.runtime_loader.engine.generation import Completion, Delta, Generation, SamplingParameters, TokenLogprob
+from kvtuner.runtime_loader.engine.model_runner import ModelRunner
+from kvtuner.runtime_loader.engine.page_allocator import PageAllocator
+from kvtuner.runtime_loader.engine.paged_pool import PagedPool, PoolShape
+from kvtuner.runtime_loader.engine.prefix_tree import PrefixTree
+from kvtuner.runtime_loader.engine.served_model import context_length_of, device_of, ends_of, formats_of
+from kvtuner.runtime_loader.engine.step_attention import choose_attention
+from kvtuner.runtime_loader.engine.step_batch import StepBatch, kept_tokens
+from kvtuner.runtime_loader.engine.text_stream import TextStream
+from kvtuner.runtime_loader.engine.token_sampler import generator_of, sample, token_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.runtime_loader.engine.generation import FinishReason
+
+    AskedPrompt = str | Sequence[int]
+
+GREEDY_SAMPLING = SamplingParameters()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """The counts of an engine at one moment; pages are running requests', the prefix cache's alone, or free."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_idle_pages: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_answer_tokens: int
+    num_retracted: int
+
+
+class LocalEngine:
+    """A loaded transformers model that answers many requests at a time, by a profile's rows or unquantized ones.
+
+    The model's attention is the engine's until `close`, or the end of a ``with`` block; nobody else may run the model
+    meanwhile.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, profile: Profile | None = None, **options: Any
+    ) -> None:
+        """Prepare a model; `options` are fields of `EngineOptions`.
+
+        Without a tokenizer prompts and answers are tokens.
+
+        Raises:
+            UnsupportedModelError: A model without a cache of the supported kind, or on several devices.
+            ProfileError: A profile of another model.
+            ServingError: An attention that cannot run here, or too little KV memory.
+        """
+        self.options = EngineOptions(**options)
+        self.model, self.tokenizer, self.profile = model, tokenizer, profile
+        self.context_length = context_length_of(model, self.options)
+        shape = PoolShape(
+            formats_of(model, profile, self.context_length, self.options),
+            model.dtype,
+            self.options.page_size,
+            self.options.max_requests,
+            self.context_length,
+            NO_WINDOW if profile is None else profile.window,
+        )
+        self.pool = PagedPool(shape, shape.num_pages(self.options.kv_memory), device_of(model))
+        self._attention = choose_attention(
+            self.options, self.pool, ModelGeometry.from_config(model.config).num_attention_heads
+        )  # fmt: skip
+        self.allocator = PageAllocator(self.pool.num_pages)
+        self.prefix_tree = _prefix_tree(self.options, self.allocator)
+        self._scheduler = BatchScheduler(self.options, self.pool, self.allocator, self.prefix_tree)
+        self._runner = ModelRunner(model, self.pool, self._attention)
+        self._ends = ends_of(model, tokenizer)
+        self._generations: dict[str, Generation] = {}
+        self._numbers = itertools.count()
+        self._num_steps = self._num_prompt_tokens = self._num_answer_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the model back with the attention that it had; idempotent."""
+        self._runner.close()
+
+    @property
+    def attention(self) -> str:
+        """The name of the implementation of attention."""
+        return self._attention.name
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_requests
+
+    @property
+    def state(self) -> EngineState:
+        """The counts of the engine now."""
+        return EngineState(
+            len(self._scheduler.running),
+            len(self._scheduler.waiting),
+            self.allocator.num_pages,
+            self.allocator.num_free,
+            self.allocator.num_idle,
+            self._num_steps,
+            self._num_prompt_tokens,
+            self._scheduler.num_cached_tokens,
+            self._num_answer_tokens,
+            self._scheduler.num_retracted,
+        )
+
+    def generate(
+        self,
+        prompts: AskedPrompt | Sequence[AskedPrompt],
+        sampling: SamplingParameters | Sequence[SamplingParameters] = GREEDY_SAMPLING,
+    ) -> list[Completion]:
+        """Answer prompts, texts or tokens, by one set of parameters or one for each; answers come in their order."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [cast("AskedPrompt", prompts)]
+        asked = cast("Sequence[AskedPrompt]", prompts)
+        each = [sampling] * len(asked) if isinstance(sampling, SamplingParameters) else list(sampling)
+        if len(each) != len(asked):
+            raise RequestError(f"{len(asked)} prompts were given {len(each)} sets of parameters; give one, or as many")
+        with self._aborting_on_error():
+            ids = [self.submit(prompt, own) for prompt, own in zip(asked, each, strict=True)]
+            wanted = {request_id: self._generations[request_id] for request_id in ids}
+            while any(generation.finish_reason is None for generation in wanted.values()):
+                self.step()
+        return [generation.completion() for generation in wanted.values()]
+
+    def stream(self, prompt: AskedPrompt, sampling: SamplingParameters = GREEDY_SAMPLING) -> Iterator[Delta]:
+        """Answer one prompt as its tokens come; what is left when the caller goes away is aborted."""
+        with self._aborting_on_error():
+            request_id = self.submit(prompt, sampling)
+            generation = self._generations[request_id]
+            try:
+                while generation.finish_reason is None:
+                    yield from (delta for delta in self.step() if delta.request_id == request_id)
+            finally:
+                self.abort(request_id)
+
+    def submit(
+        self, prompt: AskedPrompt, sampling: SamplingParameters = GREEDY_SAMPLING, *, request_id: str | None = None
+    ) -> str:
+        """Let a request wait for its turn; returns its id.
+
+        Raises:
+            RequestError: It is empty, too long, or asks for text without a tokenizer, or its id is in use.
+        """
+        number = next(self._numbers)
+        request_id = request_id or f"request-{number}"
+        if request_id in self._generations:
+            raise RequestError(f"there is a request {request_id!r} already; give another id")
+        tokens = self.tokens_of(prompt)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("a text to stop at needs a tokenizer; give tokens to stop at")
+        room = self.context_length - len(tokens)
+        if room < (sampling.max_tokens or 1):
+            raise RequestError(
+                f"{len(tokens)} tokens and an answer of {sampling.max_tokens or 1} are more than the context of"
+                f" {self.context_length}; give a shorter prompt, or ask for fewer"
+            )
+        generation = Generation(
+            request_id,
+            number,
+            tokens,
+            len(tokens),
+            len(tokens) + (sampling.max_tokens or room),
+            sampling,
+            None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop),
+            generator_of(sampling, self.pool.device),
+        )
+        self._scheduler.submit(generation)
+        self._generations[request_id] = generation
+        return request_id
+
+    def generation(self, request_id: str) -> Generation:
+        """The request of an id, while it is not finished."""
+        return self._generations[request_id]
+
+    def tokens_of(self, prompt: AskedPrompt) -> list[int]:
+        """The tokens of a prompt.
+
+        Raises:
+            RequestError: There are none, one is outside of the vocabulary, or there is no tokenizer for text.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a prompt of text needs a tokenizer; give tokens")
+            prompt = cast("list[int]", self.tokenizer(prompt)["input_ids"])
+        tokens, vocab_size = list(prompt), cast("torch.nn.Embedding", self.model.get_input_embeddings()).num_embeddings
+        if not tokens:
+            raise RequestError("a prompt needs at least one token; this one is empty")
+        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise RequestError(f"token {wrong[0]} is outside of the vocabulary of {vocab_size}")
+        return tokens
+
+    def abort(self, request_id: str) -> Delta | None:
+        """End a request, whose pages are free at once; None if it is finished already."""
+        generation = self._generations.get(request_id)
+        return None if generation is None else self._finish(generation, "abort")
+
+    def pin(self, prompt: AskedPrompt) -> int:
+        """Compute a beginning that many prompts share, and keep it from eviction; returns its tokens, in whole pages.
+
+        Raises:
+            RequestError: There is no prefix cache, or no room beside requests.
+        """
+        self.generate([self.tokens_of(prompt)], SamplingParameters(max_tokens=1))
+        return self._scheduler.pin(self.tokens_of(prompt))
+
+    def unpin_all(self) -> None:
+        """Leave all that is pinned to eviction again."""
+        self._scheduler.unpin_all()
+
+    def step(self) -> list[Delta]:
+        """Run one forward of what is due, and return what it added to answers."""
+        scheduled = self._scheduler.schedule()
+        if not scheduled:
+            return []
+        kept, rows = kept_tokens(scheduled)
+        logits = self._runner.run(StepBatch.of(self.pool, scheduled, kept))
+        self._num_steps += 1
+        due = []
+        for (generation, new), of_kept in zip(scheduled, rows, strict=True):
+            self._num_prompt_tokens += 0 if generation.decodes else new
+            self._note_prompt(generation, new, logits[of_kept])
+            self._scheduler.stored(generation, new)
+            if generation.num_missing == 0:
+                due.append((generation, of_kept.stop - 1))
+        return self._answer(due, logits)
+
+    def _note_prompt(self, generation: Generation, num_new: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt's tokens that follow those of a chunk."""
+        asked = generation.sampling.prompt_logprobs
+        if asked is None:
+            return
+        # A request that was retracted computes again what is noted already.
+        first, start = len(generation.prompt_logprobs) + 1, generation.num_stored + 1
+        targets = generation.tokens[first : min(start + num_new, generation.num_prompt)]
+        if targets:
+            generation.prompt_logprobs += token_logprobs(logits[first - start :][: len(targets)], targets, asked)
+
+    def _answer(self, due: list[tuple[Generation, int]], logits: Tensor) -> list[Delta]:
+        """Choose the next token of requests by their rows of logits."""
+        if not due:
+            return []
+        generations = [generation for generation, _ in due]
+        logits = logits[[row for _, row in due]]
+        is_finite = logits.isfinite().all(-1).tolist()
+        tokens = sample(generations, torch.nan_to_num(logits) if not all(is_finite) else logits)
+        deltas = []
+        for row, (generation, token) in enumerate(zip(generations, tokens, strict=True)):
+            if not is_finite[row]:
+                generation.error = "the model gives NaN or infinity; run it in a wider dtype"
+                deltas.append(self._finish(generation, "error"))
+                continue
+            self._num_answer_tokens += 1
+            if generation.sampling.logprobs is not None:
+                generation.logprobs += token_logprobs(logits[row : row + 1], [token], generation.sampling.logprobs)
+            deltas.append(self._push(generation, token))
+        return deltas
+
+    def _push(self, generation: Generation, token: int) -> Delta:
+        """Add a token to an answer, which may end by it."""
+        sampling, stream = generation.sampling, generation.text
+        generation.tokens.append(token)
+        logprobs = tuple(generation.logprobs[-1:])
+        is_end = token in sampling.stop_token_ids or (token in self._ends and not sampling.ignore_eos)
+        # The text of what ends an answer is no part of it.
+        text = "" if stream is None or is_end else stream.push(token)
+        if is_end or (stream is not None and stream.stopped_at is not None):
+            generation.stop_text = token if is_end or stream is None else stream.stopped_at
+            return self._finish(generation, "stop", text, (token,), logprobs)
+        if len(generation.tokens) == generation.most_tokens:
+            return self._finish(generation, "length", text, (token,), logprobs)
+        return Delta(generation.request_id, text, (token,), logprobs)
+
+    def _finish(
+        self,
+        generation: Generation,
+        reason: FinishReason,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Delta:
+        generation.finish_reason = reason
+        self._scheduler.finish(generation)
+        del self._generations[generation.request_id]
+        held = "" if generation.text is None else generation.text.flush()
+        return Delta(generation.request_id, text + held, token_ids, logprobs, reason, generation.error)
+
+    @contextmanager
+    def _aborting_on_error(self) -> Iterator[None]:
+        """Abort requests that a caller would not get answers of any more."""
+        before = set(self._generations)
+        try:
+            yield
+        except BaseException:
+            for request_id in self._generations.keys() - before:
+                self.abort(request_id)
+            raise
+
+
+def _prefix_tree(options: EngineOptions, allocator: PageAllocator) -> PrefixTree | None:
+    tokens = options.prefix_cache_tokens
+    most_pages = allocator.num_pages if tokens is None else min(tokens // options.page_size, allocator.num_pages)
+    return PrefixTree(allocator, options.page_size, most_pages, options.eviction) if most_pages else None

@@ -1,0 +1,74 @@
+"""What an engine needs of a loaded model: its context, its device, the formats of its rows and its ends."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.errors import ServingError, UnsupportedModelError
+from kvtuner.exported_configs.identity.model_identity import max_positions
+from kvtuner.geometry import ModelGeometry
+from kvtuner.runtime_loader.model_check import check_served_model
+from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
+from kvtuner.supported_models import refuse_other_caches
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.runtime_loader.engine.engine_options import EngineOptions
+
+
+def context_length_of(model: PreTrainedModel, options: EngineOptions) -> int:
+    """The tokens that a request may have, by options or by the model's positions.
+
+    Raises:
+        ServingError: The model has fewer positions, or does not say.
+    """
+    longest = max_positions(model.config)
+    asked = options.context_length
+    if asked is None and longest is None:
+        raise ServingError("the model does not say its context; give context_length")
+    if asked is not None and longest is not None and asked > longest:
+        raise ServingError(f"a context of {asked} tokens is longer than the model's {longest} positions")
+    return asked or longest or 0
+
+
+def formats_of(
+    model: PreTrainedModel, profile: Profile | None, context_length: int, options: EngineOptions
+) -> tuple[LayerFormat, ...]:
+    """The formats of all layers' rows, by a profile that is checked, or of 16 bits without one.
+
+    Raises:
+        UnsupportedModelError: A layer's cache is not one key and value per token and head.
+        ProfileError: The profile belongs to another model.
+    """
+    if profile is None:
+        refuse_other_caches(model.config, context_length=context_length)
+        geometry = ModelGeometry.from_config(model.config)
+        k, v = (RowFormat(geometry.num_kv_heads, dim, None) for dim in (geometry.head_dim, geometry.v_head_dim))
+        return (LayerFormat(k, v),) * geometry.num_layers
+    for warning in check_served_model(
+        profile, model.config, context_length=context_length, allow_derived=options.allow_derived
+    ):
+        warnings.warn(warning, stacklevel=3)
+    return rank_formats(profile, range(len(profile.pairs)))
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """The one device of a model; an `UnsupportedModelError` where it lies on several."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise UnsupportedModelError(
+            f"the model lies on {len(devices)} devices; an engine runs on one, so load it to one"
+        )
+    return devices.pop()
+
+
+def ends_of(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer by the model's own configuration, or by its tokenizer."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    if own is None:
+        own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(() if own is None else own if isinstance(own, list) else [own])

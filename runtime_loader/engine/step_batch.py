@@ -1,0 +1,138 @@
+"""The tokens of a step, of all requests side by side, and where each finds its keys. Knows no attention or models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtuner.runtime_loader.packed_attention import ExtendBounds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.engine.generation import Generation
+    from kvtuner.runtime_loader.engine.paged_pool import PagedPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The requests of a step that attend alike: all decode one token, or all prefill a chunk.
+
+    Attributes:
+        requests: Their request slots, int64 [requests].
+        tokens: int64 [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]`` of the part.
+        new_slots: The token slots that new tokens are stored at, int64 [tokens].
+        reads: int64 [requests + 1]; and reads the token slots ``read_slots[reads[r]:reads[r + 1]]``: those before its
+            chunk, or all, the new one included, where it decodes.
+        read_slots: The token slots of all requests, one after the other, int64.
+        lengths: The tokens of each request with the new ones, int32 [requests].
+        pages: The pages of each request, int32 [requests, pages of the longest].
+        longest: The most new tokens of a request.
+    """
+
+    requests: Tensor
+    tokens: Tensor
+    new_slots: Tensor
+    reads: Tensor
+    read_slots: Tensor
+    lengths: Tensor
+    pages: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, pool: PagedPool, chunks: Sequence[tuple[Generation, int]], *, reads_new: bool) -> StepPart:
+        """The part of some requests with so many new tokens each."""
+        device = pool.device
+        requests = torch.tensor([generation.slot for generation, _ in chunks], device=device)
+        past = torch.tensor([generation.num_stored for generation, _ in chunks], device=device)
+        new = torch.tensor([count for _, count in chunks], device=device)
+        ends = past + new
+        most_pages = -(-max(generation.num_stored + count for generation, count in chunks) // pool.shape.page_size)
+        read = ends if reads_new else past
+        return cls(
+            requests,
+            _bounds(new),
+            pool.token_slots(*_positions(requests, past, new)),
+            _bounds(read),
+            pool.token_slots(*_positions(requests, torch.zeros_like(past), read)),
+            ends.int(),
+            pool.page_table[requests, :most_pages],
+            max(count for _, count in chunks),
+        )
+
+    @property
+    def bounds(self) -> ExtendBounds:
+        """The new tokens, and the slots before them, as `PackedAttention.extend` takes them."""
+        return ExtendBounds(self.tokens, self.reads, self.read_slots, self.longest)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A forward: tokens of requests that decode, then chunks of those that prefill.
+
+    Attributes:
+        input_ids: int64 [1, tokens].
+        positions: int64 [1, tokens].
+        num_decoding: The requests that decode, and so the first tokens.
+        decoding: Those requests; None where there are none.
+        chunks: The requests that prefill; None where there are none.
+        kept: The places of the tokens whose logits are asked for, int64.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    num_decoding: int
+    decoding: StepPart | None
+    chunks: StepPart | None
+    kept: Tensor
+
+    @classmethod
+    def of(cls, pool: PagedPool, scheduled: Sequence[tuple[Generation, int]], kept: Sequence[int]) -> StepBatch:
+        """The step of requests with so many new tokens each, those that decode first."""
+        num_decoding = sum(generation.decodes for generation, _ in scheduled)
+        decoding, chunks = scheduled[:num_decoding], scheduled[num_decoding:]
+        spans = [(generation, generation.num_stored, count) for generation, count in scheduled]
+        tokens = [token for generation, start, count in spans for token in generation.tokens[start : start + count]]
+        positions = [position for _, start, count in spans for position in range(start, start + count)]
+        device = pool.device
+        return cls(
+            torch.tensor([tokens], device=device),
+            torch.tensor([positions], device=device),
+            num_decoding,
+            StepPart.of(pool, decoding, reads_new=True) if decoding else None,
+            StepPart.of(pool, chunks, reads_new=False) if chunks else None,
+            torch.tensor(kept, dtype=torch.int64, device=device),
+        )
+
+
+def kept_tokens(scheduled: Sequence[tuple[Generation, int]]) -> tuple[list[int], list[slice]]:
+    """The places in a step of the tokens whose logits are asked for, and the part of them that each request has.
+
+    They are the last token of a request, if the step reaches it, or all of a prompt whose log-probabilities are asked
+    for.
+    """
+    kept: list[int] = []
+    of_requests, first = [], 0
+    for generation, new in scheduled:
+        reads_all = generation.sampling.prompt_logprobs is not None and not generation.decodes
+        skipped = 0 if reads_all else new - (new == generation.num_missing)
+        of_requests.append(slice(len(kept), len(kept) + new - skipped))
+        kept += range(first + skipped, first + new)
+        first += new
+    return kept, of_requests
+
+
+def _bounds(counts: Tensor) -> Tensor:
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+
+
+def _positions(requests: Tensor, start: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The request and the position of each of `counts` tokens from `start` on."""
+    first = counts.cumsum(0) - counts
+    of_tokens = requests.repeat_interleave(counts)
+    shift = (start - first).repeat_interleave(counts)
+    return of_tokens, torch.arange(len(of_tokens), device=counts.device) + shift
