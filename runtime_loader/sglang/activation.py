@@ -21,7 +21,7 @@ from kvtuner.runtime_loader.sglang.compat.processes import (
 )
 from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest, identity_of_model
 from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, has_adapters, refuse_flags
-from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, process_state, refusing
+from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def activate(request: ServingRequest) -> None:
     check_version()
     loaded, state = LoadedRequest.of(request), process_state()
     state.hook_once("resolution", lambda: on_resolution(_choose_backend, _check))
-    state.hook_once("scheduler", lambda: on_scheduler(_start_scheduler))
+    state.hook_once("scheduler", lambda: on_scheduler(_start_scheduler, _of_replicas))
     state.loaded_request, state.checked_digest = loaded, None
 
 
@@ -77,6 +77,17 @@ def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
                     f"scheduler {number} serves {digest}, but the launcher checked {state.checked_digest}: the"
                     " file changed meanwhile; start again"
                 )
+
+
+def _of_replicas(schedulers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all replicas say, key by key; of digests that differ, all of them, which the launcher refuses."""
+    digests = [introduction.get(PROFILE_KEY) for introduction in schedulers]
+    if not digests or None in digests:
+        return {}
+    return {
+        PROFILE_KEY: ", ".join(sorted(set(filter(None, digests)))),
+        **{key: schedulers[0][key] for key in (READS_KEY, WINDOW_KEY)},
+    }
 
 
 def _check(server_args: Any) -> None:

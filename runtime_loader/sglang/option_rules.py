@@ -76,7 +76,6 @@ RULES: Final = (
     OptionRule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
     OptionRule("dwdp_size", (None, 1), "it was never tried"),
     OptionRule("attn_dp_size", (None, 1), "it was never tried", set_by="--enable-dp-attention: its --dp-size"),
-    OptionRule("dp_size", (None, 1), "replicas do not tell the launcher what they serve; start a server for each"),
     OptionRule(
         "cuda_graph_config.prefill.backend",
         ("breakable", "disabled"),
@@ -94,6 +93,13 @@ HICACHE_RULES: Final = (
     OptionRule("hicache_io_backend", ("kernel", "direct"), "it is of another vendor's devices"),
     OptionRule("hicache_host_memory_mode", ("cache",), "it was never tried"),
 )
+"""Rules beside the hierarchical cache."""
+
+REPLICA_RULES: Final = (
+    OptionRule("nnodes", (1,), "replicas on several nodes were never tried"),
+    *(OptionRule(name, OFF, "it was never tried") for name in ("enable_hierarchical_cache", "speculative_algorithm")),
+)
+"""Rules beside replicas (data parallelism)."""
 
 SPECULATION_RULES: Final = (
     OptionRule(
@@ -125,6 +131,7 @@ SPECULATION_RULES: Final = (
 LORA_RULES: Final = (
     OptionRule("enable_hierarchical_cache", OFF, "no test stored one adapter's pages beside another's"),
     OptionRule("speculative_algorithm", (None,), "it was never tried"),
+    OptionRule("dp_size", (None, 1), "it was never tried"),
 )
 """Rules beside adapters (LoRA)."""
 
@@ -164,6 +171,8 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
     _refuse_options(arguments, rules, what)
     if arguments.speculative_algorithm is not None:
         _refuse_options(arguments, SPECULATION_RULES, f"speculative decoding on {what}")
+    if arguments.dp_size > 1:
+        _refuse_options(arguments, REPLICA_RULES, f"replicas of {what}")
     if has_adapters(arguments):
         _refuse_options(arguments, LORA_RULES, f"LoRA on {what}")
     for name, reason in VARIABLES.items():

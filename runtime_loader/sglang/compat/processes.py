@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TESTED: Final = "0.5.23"
 
+_CONTROLLER: Final = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
 
 
@@ -93,12 +94,21 @@ def on_introduction(say: Callable[[], dict[str, str]]) -> None:
     install("sglang.srt.managers.scheduler.Scheduler.get_init_info", get_init_info, AFTER)
 
 
-def on_scheduler(start: Callable[[Any], None]) -> None:
-    """Call `start` with the resolved arguments in every scheduler process, before it builds anything."""
+def on_scheduler(start: Callable[[Any], None], of_replicas: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
+    """Call `start` with the resolved arguments in every scheduler process, before it builds anything.
+
+    Where there are replicas of data parallelism, what their controller says of itself to the launcher gets what
+    `of_replicas` makes of the schedulers' own words, which SGLang leaves out.
+    """
 
     def publish(_: object, server_args: Any, *, role: str, **__: Any) -> None:
         if role == "scheduler":
             start(server_args)
+        elif role == "dp_controller":
+            install(f"{_CONTROLLER}.get_init_info", get_init_info, AFTER)
+
+    def get_init_info(result: dict[str, Any], self: Any) -> dict[str, Any]:
+        return {**result, **of_replicas(list(self._scheduler_init_infos))}
 
     install("sglang.srt.runtime_context.publish", publish, AFTER, "server_args", "role")
 

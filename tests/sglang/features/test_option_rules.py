@@ -14,6 +14,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     BACKENDS,
     HICACHE_RULES,
     LORA_RULES,
+    REPLICA_RULES,
     RULES,
     SPECULATION_RULES,
     OptionRule,
@@ -71,6 +72,17 @@ def test_every_rule_of_adapters_refuses_its_option_beside_them_alone(rule: Optio
             refuse_flags(arguments(device="cpu", **{**adapters, rule.name: works}), {})
 
 
+@pytest.mark.parametrize("rule", REPLICA_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_replicas_refuses_its_option_beside_them_alone(rule: OptionRule) -> None:
+    fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES)}
+    fine = {**fine, **{each.name: each.works[0] for each in REPLICA_RULES}}
+    bad: object = {"enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
+    refuse_flags(arguments(device="cpu", **{**fine, rule.name: bad}), {})
+    refuse_flags(arguments(device="cpu", **{**fine, "dp_size": 2}), {})
+    with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with replicas of a packed KV pool"):
+        refuse_flags(arguments(device="cpu", **{**fine, "dp_size": 2, rule.name: bad}), {})
+
+
 def test_adapters_beside_a_quantized_host_tier() -> None:
     fine = {each.name: each.works[-1] for each in EVERY_RULE}
     refuse_flags(arguments(device="cpu", **fine), {}, hicache_only=True)
@@ -94,7 +106,7 @@ def test_options_of_a_host_tier_do_not_matter_without_one() -> None:
 
 def arguments(**values: object) -> SimpleNamespace:
     """Return arguments as SGLang resolves them; a dot leads into what an argument holds."""
-    found = SimpleNamespace()
+    found = SimpleNamespace(dp_size=1, nnodes=1)
     for name, value in values.items():
         *path, last = name.split(".")
         holder = found
@@ -138,7 +150,7 @@ DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend", "cuda_graph_conf
 def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: RunProgram) -> None:
     done = run_program("-c", OPTIONS)
     options = set(json.loads(done.stdout.splitlines()[-1]))
-    rules = {rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES, *LORA_RULES)}
+    rules = {rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES, *LORA_RULES, *REPLICA_RULES)}
     assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
     assert set(GOVERNED.values()) <= rules
     touching = {name for name in options if any(word in name for word in WORDS)}

@@ -54,7 +54,7 @@ def changed(first: object, *, renamed: object = None) -> None:
 
 def install() -> None:
     """All that a launcher and a scheduler hook."""
-    on_scheduler(lambda _: None)
+    on_scheduler(lambda _: None, lambda _: {})
     on_ready(lambda _: None)
     scheduler.install_hooks(packed=True, tiers=True)
 
