@@ -83,9 +83,7 @@ class _Facts:
         if self.uniform is None or self._is_uniform or self._is_below:
             return Verdict(findings, "use", "Use it.")
         if self._is_equal:
-            layers = write_ranges([self._pair_of(self.uniform)] * len(self.profile.layers))
-            name = _with_transforms(self.uniform.name)
-            advice = f"Use uniform {name}, by a search with --layers {layers}: it is simpler, and as good."
+            advice = f"Use {self._uniform_by_search(self.uniform)}: it is simpler, and as good."
             return Verdict(findings, "use the uniform", advice)
         return Verdict(findings, "more text", self._more_text(self.uniform))
 
@@ -222,10 +220,13 @@ class _Facts:
             return f"Use it or {name}: to tell them apart takes more than {MAX_SEQUENCES:,} report sequences."
         flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"
         why = f"reports on {wanted} sequences in place of {counts.report}"
-        return f"Measure more text: {flags} {why}. Until then uniform {name} is simpler."
+        return f"Measure more text: {flags} {why}. Until then use {self._uniform_by_search(uniform)}: it is simpler."
 
-    def _pair_of(self, uniform: UniformRecord) -> PrecisionPair:
-        return PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
+    def _uniform_by_search(self, uniform: UniformRecord) -> str:
+        """The uniform, and how a search makes a profile of it."""
+        pair = PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
+        layers = write_ranges([pair] * len(self.profile.layers))
+        return f"uniform {_with_transforms(uniform.name)}, by a search with --layers {layers}"
 
 
 def _with_transforms(name: str) -> str:

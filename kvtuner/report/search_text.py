@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 MAX_WIDTH: Final = 120
 """The columns that lines of text fill at most."""
 
+READERS: Final = {
+    "decode": "tokens after the prompt read quantized keys and values",
+    "hit": "a chunk reads the prefix before it quantized, and itself exactly",
+    "cache": "every token reads quantized keys and values",
+}
+"""Which tokens read quantized keys and values, by read plan."""
+
 
 def search_text(data: ReportData, terminal: Terminal, *, verbose: bool = False) -> str:
     """The result of a search, in ASCII and as wide as the terminal.
@@ -55,7 +62,8 @@ def size_facts(data: ReportData) -> list[tuple[str, str]]:
     stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
     return [
         ("model", data.model),
-        ("asked", f"{budget.asked}, read plan {data.read_plan}"),
+        ("asked", budget.asked),
+        ("read plan", f"{data.read_plan}: {READERS[data.read_plan]}"),
         ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
         ("bytes per token", f"{stored:,} (bf16 {bf16:,}){rank}"),
         ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
@@ -63,15 +71,16 @@ def size_facts(data: ReportData) -> list[tuple[str, str]]:
 
 
 def stored_facts(data: ReportData) -> list[tuple[str, str]]:
-    """The bits of scale and minimum, and the exact window with what it costs; only what there is."""
-    budget, named = data.budget, (("scale and minimum", data.scale_words), ("window length", data.window_length))
-    rows = [(name, text) for name, text in named if text]
+    """The exact window with what it costs, and how its length was found; only what there is."""
+    budget = data.budget
+    rows = [("window length", data.window_length)] if data.window_length else []
     return rows + window_facts(budget.window, budget.effective_bits, budget.window_bytes)
 
 
 def search_facts(data: ReportData) -> list[tuple[str, str]]:
     """The findings of the search by name; only what there is."""
-    rows = [("allocated by", SCORE_TITLES[data.score])]
+    rows = [("scale and minimum", data.scale_words)] if data.scale_words else []
+    rows.append(("allocated by", SCORE_TITLES[data.score]))
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
     if data.refinement is not None:

@@ -128,7 +128,7 @@ def test_a_difference_that_is_not_told_apart_asks_for_as_much_text_as_would(half
     # An interval narrows as the square root: a quarter of the uniform's KL is wanted, and at least twice the text.
     assert found.advice == (
         f"Measure more text: --sequences 4,12,{wanted} reports on {wanted} sequences in place of 12."
-        " Until then uniform K4V2 with transforms is simpler."
+        " Until then use uniform K4V2 with transforms, by a search with --layers 0-5:K4V2: it is simpler."
     )
     assert (
         "too little to tell whether the profile is as good as the best uniform in the budget, K4V2" in found.findings[2]

@@ -31,7 +31,8 @@ def test_bits_stand_first_then_what_decides_and_the_verdict_last(make_report: Ma
     data = replace(make_report(6), verdict=VERDICT)
     text = search_text(data, WIDE)
     assert text.startswith("layer  |0\nK bits ")
-    assert "asked            4bit, read plan decode" in text
+    assert "asked            4bit\n" in text
+    assert "read plan        decode: tokens after the prompt read quantized keys and values\n" in text
     assert "mean_bits 3.920, effective_bits 4.170" in text
     assert "1,342,177 (bf16 349,525): 3.84x" in text
     assert text.endswith("verdict  3.84x the tokens of bf16. KL 0.00490.\nadvice   Use it.")
