@@ -104,6 +104,8 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         "slots_ptr": "*i64",
         "request_slots_ptr": "*i64",
         "positions_ptr": "*i32",
+        "tree_ptr": "*u8",
+        "tree_starts_ptr": "*i64",
         "q_ptr": "*bf16",
         "k_ptr": "*bf16",
         "v_ptr": "*bf16",

@@ -118,7 +118,7 @@ class PackedAttention(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
         scores: ScoreScaling, out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of new tokens over their request's stored prefix and, causally, over one another.
+        """Attention of new tokens over their request's stored prefix and over one another, causally or as a tree.
 
         The new tokens have queries `q` [tokens, num_heads, head_dim], and fresh keys `k` [tokens, num_kv_heads,
         head_dim] and values `v` [tokens, num_kv_heads, v_head_dim], which are read as they are. Under a `window` each
@@ -145,6 +145,26 @@ class PackedAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Which drafts of a request each of its drafts reads: those it follows, and itself. All read the whole prefix.
+
+    Attributes:
+        mask: bool, as SGLang makes it: of each request its [drafts, prefix + drafts], one after the other, true where a
+            draft reads a token. What it says of the prefix is not looked at.
+        starts: [requests + 1]; the part of request r begins at ``mask[starts[r]]``.
+    """
+
+    mask: Tensor
+    starts: Tensor
+
+    def of_request(self, request: int, num_past: int, num_drafts: int) -> Tensor:
+        """Whether the drafts of a request read one another, [drafts, drafts]."""
+        start = int(self.starts[request])
+        whole = self.mask[start : start + num_drafts * (num_past + num_drafts)]
+        return whole.view(num_drafts, num_past + num_drafts)[:, num_past:]
+
+
+@dataclass(frozen=True, slots=True)
 class ExtendBounds:
     """The new tokens and the slots of each request of a batch.
 
@@ -153,9 +173,12 @@ class ExtendBounds:
         prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
         slots: The token slots of all prefixes, one after the other; any after the last prefix are not read.
         longest: The most new tokens of a request, known without asking the device.
+        tree: Which new tokens each of them reads where they are drafts; otherwise each reads all before it. There is
+            none beside an exact window.
     """
 
     tokens: Tensor
     prefix: Tensor
     slots: Tensor
     longest: int
+    tree: DraftTree | None = None

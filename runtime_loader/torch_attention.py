@@ -82,6 +82,13 @@ class TorchAttention:
         prefixes = _spans(bounds.prefix, num_requests)
         for request, (start, stop) in enumerate(_spans(bounds.tokens, num_requests)):
             prefix = bounds.slots[slice(*prefixes[request])]
+            if bounds.tree is not None:
+                assert window is None
+                read = bounds.tree.of_request(request, len(prefix), stop - start)
+                new, fresh = slice(start, stop), _States(k[start:stop], v[start:stop])
+                parts = [layer.of_rows(q[new], prefix), layer.of_states(q[new], fresh, ~read)]
+                output[new] = layer.attend(q[new], parts)
+                continue
             for first in range(start, stop, BLOCK_QUERIES):
                 new = slice(first, min(first + BLOCK_QUERIES, stop))
                 # Of the request's new tokens those up to the last of these queries.

@@ -134,7 +134,7 @@ def extend(
     q: Tensor, k: Tensor, v: Tensor, keys: KernelSide, values: KernelSide, bounds: ExtendBounds, scores: ScoreScaling,
     launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor, window: WindowReads | None = None,
 ) -> None:  # fmt: skip
-    """Attention of new tokens over their request's packed rows and, causally, over one another.
+    """Attention of new tokens over their request's packed rows and over one another, causally or as a tree.
 
     As `PackedAttention.extend`; channels of all tensors are contiguous, `k` and `v` have the dtype of `q`, and `out`
     gets zeros for tokens of no request.
@@ -144,7 +144,10 @@ def extend(
     queries, bias = _prepare(q, keys, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
     # What new tokens read of one another: all of it, or what is inside of their windows exactly and the rest as stored.
-    fresh = [("all", k, v)]
+    tree, mask, starts, fresh = bounds.tree, bounds.tokens, bounds.tokens, [("all", k, v)]
+    if tree is not None:
+        assert window is None
+        mask, starts, fresh = tree.mask.view(torch.uint8), tree.starts, [("tree", k, v)]
     if window is not None and window.stored is not None:
         k_stored, v_stored = (states.to(q.dtype).contiguous() for states in window.stored)
         fresh = [("inside", k, v), ("outside", k_stored, v_stored)]
@@ -158,7 +161,7 @@ def extend(
     for part, (reads, new_k, new_v) in enumerate(fresh):
         attend_fresh[grid](
             q, q.stride(0), q.stride(1), new_k, new_k.stride(0), new_k.stride(1), new_v, new_v.stride(0),
-            new_v.stride(1), bounds.tokens, bounds.prefix, partial, lse, scores.scale * LOG2_E,
+            new_v.stride(1), bounds.tokens, bounds.prefix, mask, starts, partial, lse, scores.scale * LOG2_E,
             scores.logit_cap * LOG2_E, num_splits, num_requests, HEADS=keys.num_heads, GQA=gqa, K_DIM=keys.head_dim,
             K_PADDED=keys.padded, V_DIM=values.head_dim, V_PADDED=values.padded, CAPPED=scores.logit_cap > 0,
             READS=reads, PART=part, EXACT_PARTS=parts, **window_constants(window), **FRESH,

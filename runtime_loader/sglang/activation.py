@@ -165,8 +165,4 @@ def _start_scheduler(server_args: Any) -> None:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
-        install_hooks(
-            packed=not loaded.request.hicache_only,
-            tiers=arguments.enable_hierarchical_cache,
-            ngram=arguments.speculative_algorithm == "NGRAM",
-        )
+        install_hooks(packed=not loaded.request.hicache_only, tiers=arguments.enable_hierarchical_cache)

@@ -70,7 +70,7 @@ RULES: Final = (
     OptionRule(
         "speculative_algorithm",
         ("NGRAM", "EAGLE", "EAGLE3", None),
-        "of speculative decoding, chains of NGRAM, EAGLE, EAGLE3 and NEXTN alone are tested",
+        "of speculative decoding, NGRAM, EAGLE, EAGLE3 and NEXTN alone are tested",
     ),
     OptionRule("dcp_size", (None, 1), "ranks would share tokens of one pool"),
     OptionRule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
@@ -102,13 +102,7 @@ REPLICA_RULES: Final = (
 """Rules beside replicas (data parallelism)."""
 
 SPECULATION_RULES: Final = (
-    OptionRule(
-        "speculative_eagle_topk",
-        (1,),
-        "drafts are read as a chain, not as a tree",
-        remedy="give 1 and, with NGRAM, --speculative-ngram-max-bfs-breadth 1",
-    ),
-    OptionRule("speculative_ngram_external_sam_budget", (None, 0), "its drafts are a second branch of a tree"),
+    OptionRule("speculative_ngram_external_sam_budget", (None, 0), "it was never tried"),
     OptionRule("speculative_draft_kv_cache_dtype", (None, "auto", "bf16", "bfloat16"), "drafts keep the served dtype"),
     *(
         OptionRule(

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
 from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.compat.pool import write_slots
-from kvtuner.runtime_loader.sglang.compat.speculation import check_chain
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
@@ -51,7 +50,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._longest: int | None = None  # tokens of a request of the batch that prefills
         self._window: WindowReads | None = None  # of the layer that attends
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
-        self._verifies, self._saw_chain = False, False  # drafts, in the forward that attends; in one before it
+        self._verifies = False  # drafts, in the forward that attends
         self.use_verify_splitkv = self.use_verify_shared_kv = False  # kernels that read keys from the pool
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_attention_layers` left none
@@ -151,12 +150,12 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         logit_cap: float = 0.0, **arguments: Any,
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
+        tree = None
         if self._verifies and custom_mask is not None and mask_indptr is not None:
-            self._check_chain(custom_mask, mask_indptr, qo_indptr, kv_indptr)
-            custom_mask = mask_indptr = None
-        refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
+            tree = DraftTree(custom_mask, mask_indptr)
+        refuse_unserved({**arguments, "custom_mask": None if tree else custom_mask, "is_causal": is_causal})
         k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
-        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend)
+        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, tree)
         scores, window, prefix = ScoreScaling(sm_scale, logit_cap), self._window, None
         # Drafts are read as they are without speculation, where each reads itself as it was stored.
         if self._verifies or self.pool.rank_state.attend == "cache":
@@ -184,14 +183,6 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
             **{**arguments, "page_size": 1, "identity_kv_indices": True},
         )  # fmt: skip
-
-    def _check_chain(self, mask: Tensor, mask_indptr: Tensor, tokens: Tensor, prefix: Tensor) -> None:
-        # A look at a device's mask waits for the device: once, since how drafts are made does not change.
-        if self._saw_chain and mask.device.type != "cpu":
-            return
-        with refusing():
-            check_chain(mask, mask_indptr, tokens, prefix)
-        self._saw_chain = True
 
 
 def _longest_request(forward_batch: Any) -> int | None:

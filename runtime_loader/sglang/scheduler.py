@@ -46,11 +46,8 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """The variable of the seconds that a rank waits for the others' word; 120 by default."""
 
 
-def install_hooks(*, packed: bool, tiers: bool, ngram: bool = False) -> None:
-    """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any.
-
-    With `ngram` its drafts too, which are looked up in texts.
-    """
+def install_hooks(*, packed: bool, tiers: bool) -> None:
+    """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any."""
     on_introduction(lambda: _introduction(packed=packed))
     if packed:
         # Imported here because SGLang's own device pool is read by whichever backend the user likes.
@@ -62,11 +59,6 @@ def install_hooks(*, packed: bool, tiers: bool, ngram: bool = False) -> None:
         )  # fmt: skip
         on_triton_backend(make_backend)
         on_beam_search(_refusal_of_beams)
-        if ngram:
-            # Imported here because most servers draft nothing.
-            from kvtuner.runtime_loader.sglang.compat.speculation import on_ngram_drafts
-
-            on_ngram_drafts()
     pool_class = PackedKVPool if packed else MHATokenToKVPool
     if not tiers:
         on_built(pool_class, lambda _, pool, requests: _complete(pool, requests))

@@ -12,28 +12,48 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fixture_types import MixedLayers, ModelFolder, ProfileOf, RunProgram, SaveProfile
 
     from kvtuner.precision import WordBits
 
+    RunOnProfile = Callable[..., None]
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
-    page_size: int,
+
+@pytest.fixture
+def run_on_profile(
     model_folder: ModelFolder,
     profile_of: ProfileOf,
     mixed_layers: MixedLayers,
     save_profile: SaveProfile,
     run_program: RunProgram,
-) -> None:
-    config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
-    choices = mixed_layers(config)
-    choices[3] = LayerQuantization(16, 2)
+) -> RunOnProfile:
+    """Run a program with the file of a profile of mixed layers, some of them given, and more arguments."""
+
+    def run(
+        name: str,
+        *arguments: str,
+        num_layers: int = 5,
+        given: dict[int, LayerQuantization] | None = None,
+        **options: object,
+    ) -> None:
+        config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=num_layers))
+        choices = mixed_layers(config)
+        for layer, choice in (given or {}).items():
+            choices[layer] = choice
+        path = save_profile(profile_of(config, choices, **options))
+        done = run_program(str(Path(__file__).parent / "programs" / name), str(path), *arguments)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return run
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(page_size: int, run_on_profile: RunOnProfile) -> None:
     words: tuple[WordBits, WordBits] = (32, 32) if page_size == 1 else (16, 16)
-    path = save_profile(profile_of(config, choices, words=words, half_groups=True))
-    program = Path(__file__).parent / "programs" / "pool_program.py"
-    done = run_program(str(program), str(path), str(page_size))
-    assert done.returncode == 0, done.stderr[-3000:]
+    given = {3: LayerQuantization(16, 2)}
+    run_on_profile("pool_program.py", str(page_size), given=given, words=words, half_groups=True)
 
 
 @pytest.mark.parametrize(
@@ -46,32 +66,11 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
     ids=str,
 )
 def test_a_pool_with_a_window_that_is_not_kept_as_it_says_is_refused_by_its_self_test(
-    window: ExactWindow,
-    arguments: tuple[str, ...],
-    model_folder: ModelFolder,
-    profile_of: ProfileOf,
-    mixed_layers: MixedLayers,
-    save_profile: SaveProfile,
-    run_program: RunProgram,
+    window: ExactWindow, arguments: tuple[str, ...], run_on_profile: RunOnProfile
 ) -> None:
-    config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
-    path = save_profile(profile_of(config, mixed_layers(config), window=window))
-    program = Path(__file__).parent / "programs" / "window_program.py"
-    done = run_program(str(program), str(path), *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_profile("window_program.py", *arguments, window=window)
 
 
 @pytest.mark.parametrize("attend", ["fresh", "cache"])
-def test_chunks_reach_flash_attention_with_what_their_rows_hold(
-    attend: str,
-    model_folder: ModelFolder,
-    profile_of: ProfileOf,
-    mixed_layers: MixedLayers,
-    save_profile: SaveProfile,
-    run_program: RunProgram,
-) -> None:
-    config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=3))
-    path = save_profile(profile_of(config, mixed_layers(config)))
-    program = Path(__file__).parent / "programs" / "prefill_program.py"
-    done = run_program(str(program), str(path), attend)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_chunks_reach_flash_attention_with_what_their_rows_hold(attend: str, run_on_profile: RunOnProfile) -> None:
+    run_on_profile("prefill_program.py", attend, num_layers=3)

@@ -95,8 +95,7 @@ def test_adapters_where_nothing_may_differ_from_what_was_measured(tiny: Path, re
 
 
 def test_adapters_beside_what_was_never_tried_with_them(tiny: Path, refused: Refused, fitting: Path) -> None:
-    chains = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
-    flags = ("--lora-paths", "one=/adapter", *chains)
+    flags = ("--lora-paths", "one=/adapter", "--speculative-algorithm", "NGRAM")
     line = refused(tiny, "--kvtuner-profile", str(fitting), *flags)
     assert line.startswith("--speculative-algorithm NGRAM does not work with LoRA on a packed KV pool")
     line = refused(tiny, "--kvtuner-profile", str(fitting), *flags[:2], "--enable-hierarchical-cache")
@@ -330,8 +329,7 @@ def test_drafts_beside_an_exact_window(
 ) -> None:
     layers = [LayerQuantization(4, 4)] * 3
     windowed = save_profile(profile_of(AutoConfig.from_pretrained(tiny), layers, window=ExactWindow(4)))
-    chains = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
-    line = refused(tiny, "--kvtuner-profile", str(windowed), *chains)
+    line = refused(tiny, "--kvtuner-profile", str(windowed), "--speculative-algorithm", "NGRAM")
     assert line.startswith("--speculative-algorithm NGRAM does not work with an exact window")
 
 

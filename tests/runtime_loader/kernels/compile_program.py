@@ -96,8 +96,8 @@ def around(head_dim: int) -> list[Any]:
     kernels = [
         sass.compiled(queries.prepare_queries, prepare, HOPPER),
     ]
-    for part, reads in enumerate(("all", "inside", "outside")):
-        facts = {**fresh, **WINDOW, "READS": reads, "PART": part}
+    for part, reads in enumerate(("all", "inside", "outside", "tree")):
+        facts = {**fresh, **WINDOW, "READS": reads, "PART": min(part, 2)}
         kernels.append(sass.compiled(extend_and_merge.attend_fresh, facts, HOPPER, **fresh_options(side, side)))
     facts = {**fresh, **WINDOW, "PART": 2}
     kernels.append(sass.compiled(kernels_of_window.attend_copies, facts, HOPPER, **fresh_options(side, side)))

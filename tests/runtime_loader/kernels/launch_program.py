@@ -28,7 +28,7 @@ from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
 
@@ -75,6 +75,8 @@ def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa
     requests = torch.arange(count)
     fresh = states(sum(new), heads)
     bounds = ExtendBounds(indptr(new, torch.int64), indptr(lengths), slots, max(new))
+    starts = indptr([many * (past + many) for past, many in zip(lengths, new, strict=True)], torch.int64)
+    drafts = replace(bounds, tree=DraftTree(torch.ones(int(starts[-1]), dtype=torch.bool), starts))
     for cap in (0.0, 30.0):
         scores = ScoreScaling(head_dim**-0.5, cap)
         window = WindowReads(ring, requests)
@@ -83,6 +85,7 @@ def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa
         for reads in (None, window, replace(window, stored=(fresh, fresh))):
             q = states(sum(new), heads * gqa)
             attention.extend(q, fresh, fresh, keys, values, bounds, scores, window=reads)
+        attention.extend(q, fresh, fresh, keys, values, drafts, scores)
     attention.store_copies(ring, NewTokens(requests, indptr(lengths)), states(count, heads), states(count, heads))
     attention.store_copies(ring, NewTokens(requests, indptr(lengths), indptr(new, torch.int64)), fresh, fresh)
     attention.read(keys, slots, DTYPE)

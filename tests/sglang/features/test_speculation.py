@@ -29,7 +29,8 @@ FEW_TOKENS = 16
 """The tokens of an answer with a draft model, whose own attention runs in Triton's interpreter."""
 TIE = 0.01
 """Nats between the two likeliest tokens that a flipped code may turn round."""
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+NGRAM = ("--speculative-algorithm", "NGRAM")
+"""Trees of drafts, by the breadth that SGLang gives them."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def accepted_length(answers: list[Json]) -> float:
     return sum(answer["meta_info"]["completion_tokens"] for answer in answers) / verified
 
 
-def test_chains_by_sglangs_own_operators(run_program: RunProgram) -> None:
+def test_the_cache_of_a_draft_that_nobody_charged(run_program: RunProgram) -> None:
     done = run_program(str(Path(__file__).parents[1] / "programs" / "drafts_program.py"))
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -109,10 +110,11 @@ def test_by_cache_drafts_change_no_answer_whatever_is_hit_evicted_retracted_or_c
     assert hit >= 60
 
 
-def chain(algorithm: str, draft: Path) -> tuple[str, ...]:
+def drafting(algorithm: str, draft: Path, topk: int = 1) -> tuple[str, ...]:
     return (
         "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft),
-        "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
+        "--speculative-num-steps", "3", "--speculative-eagle-topk", str(topk),
+        "--speculative-num-draft-tokens", str(3 + topk),
     )  # fmt: skip
 
 
@@ -134,23 +136,21 @@ def drafts(
     of_mimo = ("--kvtuner-profile", str(save_profile(profile_of(config, mixed_layers(config)))))
     # What EAGLE's draft learnt is what the unquantized model says.
     wide = profile_of(AutoConfig.from_pretrained(target), [LayerQuantization(8, 8)] * 4)
+    of_wide, learnt = ("--kvtuner-profile", str(save_profile(wide))), eagle(target, folder / "eagle", repeating, TOKENS)
     return {
-        "eagle": (
-            target,
-            ("--kvtuner-profile", str(save_profile(wide))),
-            chain("EAGLE", eagle(target, folder / "eagle", repeating, TOKENS)),
-        ),
-        "eagle3": (target, flags, chain("EAGLE3", eagle3(target, folder / "eagle3"))),
-        "mtp": (mimo, of_mimo, chain("NEXTN", mimo)),
+        "eagle": (target, of_wide, drafting("EAGLE", learnt)),
+        "eagle tree": (target, of_wide, drafting("EAGLE", learnt, topk=3)),
+        "eagle3": (target, flags, drafting("EAGLE3", eagle3(target, folder / "eagle3"))),
+        "mtp": (mimo, of_mimo, drafting("NEXTN", mimo)),
     }
 
 
-KINDS = {"eagle": 1.3, "eagle3": 1.0, "mtp": 1.0}
+KINDS = {"eagle": 1.3, "eagle tree": 1.3, "eagle3": 1.0, "mtp": 1.0}
 """The least accepted lengths; drafts of the latter two are random."""
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle", pytest.param("eagle3", marks=pytest.mark.full), pytest.param("mtp", marks=pytest.mark.full)]
+    "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("eagle tree", "eagle3", "mtp"))]
 )
 def test_drafts_of_a_model_change_no_answer_and_their_cache_is_charged(
     kind: str,
@@ -158,11 +158,11 @@ def test_drafts_of_a_model_change_no_answer_and_their_cache_is_charged(
     repeating: list[list[int]],
     serve: Serve,
 ) -> None:
-    folder, flags, chain_flags = drafts[kind]
+    folder, flags, draft_flags = drafts[kind]
     flags, few = (*flags, "--kvtuner-attend", "cache"), repeating[:2]
     with serve(folder, *flags) as server:
         plain = server.generate(few, FEW_TOKENS, top=2)
-    with serve(folder, *flags, *chain_flags) as server:
+    with serve(folder, *flags, *draft_flags) as server:
         drafted = server.generate(few, FEW_TOKENS, top=2)
         log = server.log
     assert_same(drafted, plain)
