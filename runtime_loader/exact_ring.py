@@ -49,11 +49,18 @@ class ExactRing:
     def places(self, positions: Tensor) -> Tensor:
         """The places of tokens at positions, whether they are kept or not."""
         sinks, last = self.window.sinks, max(self.window.residual_length, 1)
-        return torch.where(positions < sinks, positions, sinks + positions % last)
+        recent = positions % last
+        return torch.where(positions < sinks, positions, sinks + recent) if sinks else recent
 
     def store(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Copy keys and values [tokens, num_kv_heads, channels] of new tokens that a later one may read exactly."""
         slots, positions, lengths = new.by_token()
+        if new.tokens is None and self.window.residual_length:  # the last token of each request, which is kept
+            at = slots, self.places(positions)
+            self.keys[at] = k[: len(slots)].to(self.keys.dtype)
+            self.values[at] = v[: len(slots)].to(self.values.dtype)
+            self.positions[at] = positions.to(self.positions.dtype)
+            return
         kept = (positions >= lengths - self.window.residual_length) | (positions < self.window.sinks)
         index, first = kept.nonzero().flatten(), 0 if new.tokens is None else int(new.tokens[0])
         at = slots[index], self.places(positions[index])

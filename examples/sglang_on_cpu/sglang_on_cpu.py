@@ -41,6 +41,38 @@ def slots_of_drafts(
     return req_to_token[req_pool_indices[:, None].long(), columns].flatten().long()
 
 
+class SlotsOfBatch:
+    """SGLang's kernel that lists the token slots of a batch, in torch: interpreted it took a third of a decode step."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """Return what is called as the kernel on a grid, whose first axis are requests."""
+
+        def run(
+            table: Any, rows: Any, lengths: Any, indptr: Any, starts: Any, slots: Any, row_stride: int, **options: Any
+        ) -> None:
+            if options.get("ENTRY_PAGE_SIZE", 1) != 1 or options.get("token_mapping") is not None:
+                self.kernel[grid](table, rows, lengths, indptr, starts, slots, row_stride, **options)
+                return
+            import torch
+
+            counts, begins = lengths[: grid[0]].long(), indptr[: grid[0]].long()
+            request = torch.arange(grid[0]).repeat_interleave(counts)
+            tokens = torch.arange(len(request)) - (counts.cumsum(0) - counts)[request]
+            columns = tokens if starts is None else tokens + starts[request].long()
+            slots[begins[request] + tokens] = table[rows[request].long(), columns].to(slots.dtype)
+
+        return run
+
+
+def list_slots_in_torch() -> None:
+    """Let SGLang's attention list the token slots that a batch reads without Triton's interpreter."""
+    translator: Any = importlib.import_module("sglang.srt.mem_cache.kv_index_translator")
+    translator.create_flashinfer_kv_indices_triton = SlotsOfBatch(translator.create_flashinfer_kv_indices_triton)
+
+
 def read_images_without_torchvision() -> None:
     """Let transformers make processors of models with images without their part for videos, which needs torchvision."""
     from transformers.image_processing_base import ImageProcessingMixin
@@ -98,7 +130,7 @@ def __getattr__(name: str) -> Any:
     from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
     class TorchPlatform(CpuDeviceMixin, SRTPlatform):
-        """Plain torch; SGLang's small index kernels run in Triton's interpreter."""
+        """Plain torch; most of SGLang's small index kernels run in Triton's interpreter."""
 
         _enum = PlatformEnum.OOT
         device_name = "cpu"
@@ -110,6 +142,7 @@ def __getattr__(name: str) -> Any:
 
         def init_backend(self) -> None:
             run_adapters()
+            list_slots_in_torch()
 
         def get_dispatch_key_name(self) -> str:
             return "native"

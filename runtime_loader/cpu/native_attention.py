@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 STEPS_IN_CPP: Final = ("centered", "balanced", "hadamard")
 """The steps of transforms that the library stores with, in their order; others are applied before it is called."""
+_LOWEST: Final = -3e38
 _FAILURES: Final = {
     1: "a token slot lies outside of the pool",
     2: "the bounds of requests fall, or lie outside of their slots or queries",
@@ -52,12 +53,9 @@ class _Attended:
 
     def merged(self, other: _Attended) -> _Attended:
         """Attention over this part and another."""
-        top = torch.maximum(self.lse, other.lse)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        one, two = (torch.exp(part.lse - top).unsqueeze(-1) for part in (self, other))
-        total = one + two
-        output = (self.output * one + other.output * two) / total.masked_fill(total == 0, 1.0)
-        return _Attended(output, top + total.log().squeeze(-1))
+        lse = torch.logaddexp(self.lse, other.lse)
+        share = torch.exp(other.lse - lse.clamp(min=_LOWEST)).unsqueeze(-1)
+        return _Attended(torch.lerp(self.output, other.output, share), lse)
 
 
 class NativeAttention:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from kvtuner.errors import CacheError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import WindowReads
@@ -67,20 +69,25 @@ def split_by_window(window: WindowReads, spans: Spans) -> tuple[Spans, Spans]:
 
     Copies are places of all request slots, one after the other.
     """
-    ring, requests, slots = window.ring, window.requests.long(), spans.slots
-    assert slots is not None
-    lengths = spans.tokens.diff().unsqueeze(1)
-    positions = ring.positions[requests].long()  # [requests, places]
-    near = (positions > lengths - 1 - ring.window.residual_length) | (positions < ring.window.sinks)
-    at_hand = (positions >= 0) & (positions < lengths) & near
-    kept = torch.ones(len(slots), dtype=torch.bool)
-    kept[(spans.tokens[:-1].unsqueeze(1) + positions)[at_hand]] = False
+    # In NumPy, whose calls take a third of the time of torch's on as few numbers as a step of decoding has.
+    assert spans.slots is not None
+    ring, requests = window.ring, window.requests.numpy()
+    slots, bounds = spans.slots.numpy(), spans.tokens.numpy()
+    lengths = np.diff(bounds)[:, None]
+    positions = ring.positions.numpy()[requests]  # [requests, places]
+    near = (positions >= lengths - ring.window.residual_length) | (positions < ring.window.sinks)
+    at_hand = near & (positions >= 0) & (positions < lengths)
+    kept = np.ones(len(slots), dtype=np.bool_)
+    kept[(bounds[:-1, None] + positions)[at_hand]] = False
     num_copies = at_hand.sum(1)
-    first, last = int(spans.tokens[0]), int(spans.tokens[-1])
-    rows = Spans(_ends(lengths.flatten() - num_copies), spans.queries, slots[first:last][kept[first:last]])
-    places = torch.arange(ring.positions.shape[1])
-    copies = requests.unsqueeze(1) * len(places) + places
-    return rows, Spans(_ends(num_copies), spans.queries, copies[at_hand])
+    first, last, num_places = bounds[0], bounds[-1], positions.shape[1]
+    copies = (requests.astype(np.int64)[:, None] * num_places + np.arange(num_places))[at_hand]
+    rows = slots[first:last][kept[first:last]]
+
+    def listed(counts: NDArray[np.int64], read: NDArray[np.int64]) -> Spans:
+        return Spans(torch.from_numpy(np.append(0, counts.cumsum())), spans.queries, torch.from_numpy(read))
+
+    return listed(lengths[:, 0] - num_copies, rows), listed(num_copies, copies)
 
 
 @dataclass(frozen=True)

@@ -73,15 +73,24 @@ def test_the_cache_of_a_draft_that_nobody_charged(run_program: RunProgram) -> No
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(("attend", "page_size"), [("cache", 1), ("fresh", 16)])
+# SGLang has trees for pages of one token alone.
+@pytest.mark.parametrize(
+    ("attend", "page_size", "breadth"),
+    [("cache", "1", "10"), ("fresh", "16", "1"), pytest.param("fresh", "1", "10", marks=pytest.mark.full)],
+)
 def test_ngram_drafts_change_no_answer(
-    attend: str, page_size: int, served: tuple[Path, tuple[str, ...]], repeating: list[list[int]], serve: Serve
+    attend: str,
+    page_size: str,
+    breadth: str,
+    served: tuple[Path, tuple[str, ...]],
+    repeating: list[list[int]],
+    serve: Serve,
 ) -> None:
     folder, flags = served
-    flags = (*flags, "--kvtuner-attend", attend, "--page-size", str(page_size), "--disable-radix-cache")
+    flags = (*flags, "--kvtuner-attend", attend, "--page-size", page_size, "--disable-radix-cache")
     with serve(folder, *flags) as server:
         plain = server.generate(repeating, TOKENS, top=2)
-    with serve(folder, *flags, *NGRAM) as server:
+    with serve(folder, *flags, *NGRAM, "--speculative-ngram-max-bfs-breadth", breadth) as server:
         drafted = [server.generate(repeating, TOKENS, top=2) for _ in range(2)]
     for answers in drafted:
         assert_same(answers, plain)
