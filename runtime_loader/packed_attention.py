@@ -146,11 +146,11 @@ class PackedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Which drafts of a request each of its drafts reads: those it follows, and itself. All read the whole prefix.
+    """The drafts of a request that each of its drafts reads: those it follows, and itself. All read the whole prefix.
 
     Attributes:
-        mask: bool, as SGLang makes it: of each request its [drafts, prefix + drafts], one after the other, true where a
-            draft reads a token. What it says of the prefix is not looked at.
+        mask: Bools as SGLang makes them, of one request after the other [drafts, prefix + drafts], true where a draft
+            reads a token; those of the prefix are not looked at.
         starts: [requests + 1]; the part of request r begins at ``mask[starts[r]]``.
     """
 
@@ -173,8 +173,8 @@ class ExtendBounds:
         prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
         slots: The token slots of all prefixes, one after the other; any after the last prefix are not read.
         longest: The most new tokens of a request, known without asking the device.
-        tree: Which new tokens each of them reads where they are drafts; otherwise each reads all before it. There is
-            none beside an exact window.
+        tree: The new tokens that each reads where they are drafts, never under an exact window; otherwise each reads
+            all before it.
     """
 
     tokens: Tensor

@@ -26,7 +26,7 @@ READERS: Final = {
     "hit": "a chunk reads the prefix before it quantized, and itself exactly",
     "cache": "every token reads quantized keys and values",
 }
-"""Which tokens read quantized keys and values, by read plan."""
+"""The tokens that read quantized keys and values, by read plan."""
 
 
 def search_text(data: ReportData, terminal: Terminal, *, verbose: bool = False) -> str:

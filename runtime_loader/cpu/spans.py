@@ -98,7 +98,7 @@ class Chunk:
         tokens: int64 [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]``.
         prefix: int64 [requests + 1]; and the prefix ``slots[prefix[r]:prefix[r + 1]]``.
         slots: int64; the token slots of all prefixes.
-        tree: Which new tokens each of them reads where they are drafts.
+        tree: The new tokens that each reads where they are drafts.
     """
 
     tokens: Tensor
