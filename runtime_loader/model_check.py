@@ -44,7 +44,10 @@ def check_served_model(
     """
     check_model(profile, config, context_length=context_length)
     policy = Policy(allow_derived=allow_derived, allow_flag="allow_derived=True")
-    mismatches = compare_models(profile.model, _identity(config, profile), policy)
+    positions = calibrated_positions(profile)
+    mismatches = compare_models(
+        profile.model, _identity(config, profile), policy, positions=positions, context_length=context_length
+    )
     refuse(mismatches)
     return [mismatch.text for mismatch in mismatches if mismatch.severity == "warning"]
 

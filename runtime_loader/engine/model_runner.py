@@ -60,7 +60,10 @@ class ModelRunner:
         AttentionMaskInterface.register(ENGINE_ATTENTION, _no_mask)
         self._model, self._pool, self._step_attention = model, pool, attention
         self._before = model.config._attn_implementation
-        model.set_attn_implementation(ENGINE_ATTENTION)
+        try:
+            model.set_attn_implementation(ENGINE_ATTENTION)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{type(model).__name__} refuses another attention: {error}") from error
         if model.config._attn_implementation != ENGINE_ATTENTION:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not go through transformers' AttentionInterface, so that no engine can"

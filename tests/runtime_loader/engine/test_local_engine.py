@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -122,6 +123,9 @@ def test_the_pool_takes_the_memory_that_it_is_given(models: Any, profile_of: Pro
         assert token == engine.profile.bytes_per_token() + 2 * 2 * 16 * (4 - 2)  # 16 bits are float32 here
         assert 2**20 - 16 * token < engine.pool.num_bytes <= 2**20
         assert engine.pool.num_bytes == engine.pool.shape.num_bytes(engine.pool.num_pages)
+    in_16_bits = copy.deepcopy(model).to(torch.bfloat16)
+    engine = engine_of(in_16_bits, None, profile_of(model.config, layers))
+    assert engine.pool.shape.bytes_per_token == engine.profile.bytes_per_token()
     with pytest.raises(ServingError, match="give more, or fewer requests"):
         engine_of(model, kv_memory=1000)
 
@@ -253,6 +257,16 @@ def test_the_model_is_given_back(models: Any, prompt: Any, greedy: Any, engine_o
         greedy(model, prompt(5), 3)
     engine.close()
     assert greedy(model, prompt(5), 3) == before
+
+
+def test_a_context_beyond_the_calibrated_positions_is_told(
+    models: Any, profile_of: ProfileOf, engine_of: EngineOf
+) -> None:
+    model = models()
+    profile = profile_of(model.config, [LayerQuantization(4, 4)] * 3, last_position=255)
+    with pytest.warns(UserWarning, match="calibrated over 256 positions, but the context here is 4608"):
+        engine_of(model, None, profile)
+    engine_of(model, None, profile, context_length=256)
 
 
 def test_a_profile_of_another_model_is_refused(models: Any, profile_of: ProfileOf, engine_of: EngineOf) -> None:
