@@ -82,18 +82,18 @@ class TorchAttention:
         prefixes = _spans(bounds.prefix, num_requests)
         for request, (start, stop) in enumerate(_spans(bounds.tokens, num_requests)):
             prefix = bounds.slots[slice(*prefixes[request])]
-            if bounds.tree is not None:
-                assert window is None
-                read = bounds.tree.of_request(request, len(prefix), stop - start)
-                new, fresh = slice(start, stop), _States(k[start:stop], v[start:stop])
-                parts = [layer.of_rows(q[new], prefix), layer.of_states(q[new], fresh, ~read)]
-                output[new] = layer.attend(q[new], parts)
-                continue
+            tree = None if bounds.tree is None else bounds.tree.of_request(request, len(prefix), stop - start)
+            assert tree is None or window is None
             for first in range(start, stop, BLOCK_QUERIES):
                 new = slice(first, min(first + BLOCK_QUERIES, stop))
-                # Of the request's new tokens those up to the last of these queries.
-                fresh, seen = _States(k[start : new.stop], v[start : new.stop]), slice(start, new.stop)
-                later = _later(new.stop - new.start, new.stop - start, q.device)
+                # Of the request's new tokens those up to the last of these queries; drafts of a tree come in any order.
+                seen = slice(start, new.stop if tree is None else stop)
+                fresh = _States(k[seen], v[seen])
+                later = (
+                    _later(new.stop - new.start, new.stop - start, q.device)
+                    if tree is None
+                    else ~tree[new.start - start : new.stop - start]
+                )
                 if window is None:
                     parts = [layer.of_rows(q[new], prefix), layer.of_states(q[new], fresh, later)]
                 else:

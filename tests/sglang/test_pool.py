@@ -13,12 +13,13 @@ from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from subprocess import CompletedProcess
 
     from fixture_types import MixedLayers, ModelFolder, ProfileOf, RunProgram, SaveProfile
 
     from kvtuner.precision import WordBits
 
-    RunOnProfile = Callable[..., None]
+    RunOnProfile = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -37,14 +38,13 @@ def run_on_profile(
         num_layers: int = 5,
         given: dict[int, LayerQuantization] | None = None,
         **options: object,
-    ) -> None:
+    ) -> CompletedProcess[str]:
         config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=num_layers))
         choices = mixed_layers(config)
         for layer, choice in (given or {}).items():
             choices[layer] = choice
         path = save_profile(profile_of(config, choices, **options))
-        done = run_program(str(Path(__file__).parent / "programs" / name), str(path), *arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
+        return run_program(str(Path(__file__).parent / "programs" / name), str(path), *arguments)
 
     return run
 
@@ -53,7 +53,8 @@ def run_on_profile(
 def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(page_size: int, run_on_profile: RunOnProfile) -> None:
     words: tuple[WordBits, WordBits] = (32, 32) if page_size == 1 else (16, 16)
     given = {3: LayerQuantization(16, 2)}
-    run_on_profile("pool_program.py", str(page_size), given=given, words=words, half_groups=True)
+    done = run_on_profile("pool_program.py", str(page_size), given=given, words=words, half_groups=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,11 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(page_size: int, ru
 def test_a_pool_with_a_window_that_is_not_kept_as_it_says_is_refused_by_its_self_test(
     window: ExactWindow, arguments: tuple[str, ...], run_on_profile: RunOnProfile
 ) -> None:
-    run_on_profile("window_program.py", *arguments, window=window)
+    done = run_on_profile("window_program.py", *arguments, window=window)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("attend", ["fresh", "cache"])
 def test_chunks_reach_flash_attention_with_what_their_rows_hold(attend: str, run_on_profile: RunOnProfile) -> None:
-    run_on_profile("prefill_program.py", attend, num_layers=3)
+    done = run_on_profile("prefill_program.py", attend, num_layers=3)
+    assert done.returncode == 0, done.stderr[-3000:]
