@@ -102,17 +102,21 @@ def test_mixed_load_with_aborts_is_all_answered_or_named(
     engine = engine_of(models(), kv_memory=400 * 384, page_size=4, max_requests=8)
     rng = random.Random(0)
     reasons: list[str] = []
+    refused: list[int] = []
 
     async def one(front: AsyncEngine, number: int) -> None:
         sampling = SamplingParameters(
             max_tokens=rng.randint(1, 20), temperature=rng.choice([0.0, 1.0]), seed=number, ignore_eos=True
         )
         await asyncio.sleep(rng.random() * count / 500)
-        try:
-            stream = await front.submit(prompt(rng.randint(1, 60), rng.randint(0, 5)), sampling)
-        except EngineBusyError:
-            reasons.append("busy")
-            return
+        asked = prompt(rng.randint(1, 60), rng.randint(0, 5))
+        while True:
+            try:
+                stream = await front.submit(asked, sampling)
+                break
+            except EngineBusyError:  # however slow the machine is, who comes again is answered
+                refused.append(number)
+                await asyncio.sleep(0.02)
         fate = rng.random()
         if fate < 0.15:
             await asyncio.sleep(0.01)
@@ -142,7 +146,8 @@ def test_mixed_load_with_aborts_is_all_answered_or_named(
     asyncio.run(ask())
     assert len(reasons) == count
     assert reasons.count("length") > count / 4
-    assert {"length", "abort", "left"} <= set(reasons) <= {"length", "abort", "left", "busy"}
+    assert {"length", "abort", "left"} == set(reasons)
+    assert count < 1000 or refused  # the bound on requests was reached
     state = engine.state
     assert (state.num_running, state.num_waiting) == (0, 0)
     assert state.num_free_pages + state.num_idle_pages == state.num_pages
