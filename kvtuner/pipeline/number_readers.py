@@ -42,6 +42,14 @@ def token_count(text: str) -> int:
     return value
 
 
+def port_number(text: str) -> int:
+    """A TCP port, or 0."""
+    value = whole_number(text)
+    if not 0 <= value < 2**16:
+        raise OptionError(f"a port is within 0..65535, not {value}")
+    return value
+
+
 def byte_count(text: str) -> int:
     """A number of bytes of at least 1, with or without a unit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)

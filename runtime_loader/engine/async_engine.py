@@ -14,7 +14,13 @@ from kvtuner.runtime_loader.engine.local_engine import GREEDY_SAMPLING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.runtime_loader.engine.generation import Completion, Delta, Generation, SamplingParameters
+    from kvtuner.runtime_loader.engine.generation import (
+        Completion,
+        Delta,
+        Generation,
+        SamplingParameters,
+        TokenLogprob,
+    )
     from kvtuner.runtime_loader.engine.local_engine import AskedPrompt, EngineState, LocalEngine
 
 DEFAULT_MOST_REQUESTS: Final = 256
@@ -56,9 +62,19 @@ class AnswerStream:
         return self._generation.request_id
 
     @property
-    def num_prompt_tokens(self) -> int:
+    def prompt_token_ids(self) -> list[int]:
         """The tokens of the prompt."""
-        return self._generation.num_prompt
+        return self._generation.tokens[: self._generation.num_prompt]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """The log-probabilities of the prompt's tokens but the first, if asked for, from the first delta on."""
+        return self._generation.prompt_logprobs
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The tokens of the prompt that the prefix cache had, from the first delta on."""
+        return self._generation.num_cached or 0
 
     def __aiter__(self) -> Self:
         return self
@@ -108,7 +124,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: LocalEngine, *, most_requests: int = DEFAULT_MOST_REQUESTS) -> None:
-        self.engine, self._most_requests = engine, most_requests
+        self.engine, self.most_requests = engine, most_requests
         self._mailboxes: dict[str, _Mailbox] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake, self._is_closed = threading.Condition(), False
@@ -147,7 +163,7 @@ class AsyncEngine:
         mailbox = _Mailbox(loop)
         with self._wake:
             self._check_open()
-            if self._num_unfinished >= self._most_requests:
+            if self._num_unfinished >= self.most_requests:
                 raise EngineBusyError(
                     f"{self._num_unfinished} requests are unfinished, as many as may be; ask again later"
                 )

@@ -35,6 +35,7 @@ class SamplingParameters:
         stop: Texts that end an answer, which does not contain them.
         stop_token_ids: Tokens that end an answer, beside the model's own.
         ignore_eos: Whether an answer goes on behind the model's own end.
+        skip_special_tokens: Whether special tokens have no text.
         logprobs: The likely tokens told beside each one, with log-probabilities as the model gives them; 0 tells that
             of the token alone.
         prompt_logprobs: The same of the prompt, which is then read whole, past the prefix cache.
@@ -52,6 +53,7 @@ class SamplingParameters:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 

@@ -192,7 +192,7 @@ class LocalEngine:
             len(tokens),
             len(tokens) + (sampling.max_tokens or room),
             sampling,
-            None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop),
+            self._text_stream(sampling),
             generator_of(sampling, self.pool.device),
         )
         self._scheduler.submit(generation)
@@ -254,6 +254,11 @@ class LocalEngine:
             if generation.num_missing == 0:
                 due.append((generation, of_kept.stop - 1))
         return self._answer(due, logits)
+
+    def _text_stream(self, sampling: SamplingParameters) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, sampling.stop, skip_special_tokens=sampling.skip_special_tokens)
 
     def _note_prompt(self, generation: Generation, num_new: int, logits: Tensor) -> None:
         """Note the log-probabilities of the prompt's tokens that follow those of a chunk."""

@@ -1,4 +1,5 @@
-"""The local engine at work for commands: its flags, its model and profile, prompts and answers in order.
+"""The local engine at work for commands: its flags, its model and profile, prompts and answers in order, its server.
 
-Other packages use `engine_flags` (`GenerateFlags`), `opened_engine` (`open_engine`) and `prompts` (`read_prompts`).
+Other packages use `engine_flags` (`GenerateFlags`, `ServeFlags`), `opened_engine` (`open_engine`), `prompts`
+(`read_prompts`) and `served_engine` (`serve_engine`).
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvtuner.errors import OptionError, RequestError
-from kvtuner.pipeline.number_readers import byte_count, positive, seed, token_count, whole_number
+from kvtuner.pipeline.number_readers import byte_count, port_number, positive, seed, token_count, whole_number
 from kvtuner.pipeline.options import ModelOptions, check_options, option, read_texts
 from kvtuner.runtime_loader.engine.engine_options import (
     ATTENTIONS,
@@ -134,3 +134,26 @@ class GenerateFlags:
         check_options(self)
         if self.prompt and self.prompts:
             raise OptionError("give --prompt or --prompts, one of the two")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeFlags:
+    """A server's address and the requests it takes, and the model and engine that answer."""
+
+    host: str = option(
+        "127.0.0.1", "address to listen at; another than this machine's own needs a key in KVTUNER_API_KEY",
+        group="server", metavar="ADDRESS",
+    )  # fmt: skip
+    port: int = option(8000, "port to listen at; 0: any that is free", type=port_number)
+    served_model_name: str | None = option(
+        None, "name that clients give the model; as --model has it by default", metavar="NAME"
+    )
+    most_requests: int = option(
+        256, "requests unfinished at once, waiting ones included; more are answered by status 429", type=positive,
+        metavar="N",
+    )  # fmt: skip
+    model: ModelOptions = field(default_factory=ModelOptions)
+    engine: EngineFlags = field(default_factory=EngineFlags)
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.errors import OptionError
+from kvtuner.errors import OptionError, RequestError
 from kvtuner.pipeline.progress import say
+from kvtuner.runtime_loader.openai_server.chat_prompt import chat_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,16 +49,11 @@ def encode(tokenizer: Any, prompt: str | Messages, *, is_chat: bool) -> list[int
     if isinstance(prompt, str) and not is_chat:
         ids: list[int] = tokenizer(prompt)["input_ids"]
         return ids
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise OptionError("the model's tokenizer has no chat template; leave out --chat, and give text")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of the model's, and raises what it likes
-        raise OptionError(f"the chat template refuses the messages: {error}") from error
-    # The template has written what begins a text already.
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+        return chat_tokens(tokenizer, messages)
+    except RequestError as error:
+        raise OptionError(str(error)) from error
 
 
 def _of_file(path: Path) -> Iterator[str | Messages]:
