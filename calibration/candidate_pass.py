@@ -7,8 +7,8 @@ scored on its exact queries, keys and values. Memory is one layer plus the resid
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import astuple, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import ExactWindow, PrecisionPair, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
@@ -44,7 +44,7 @@ TINY = 1e-12  # keeps the relative error of a zero finite
 
 @dataclass
 class CandidateMeasurement:
-    """Accumulates the errors of all candidates of all layers."""
+    """The errors of all candidates of all layers, summed over sequences: within a batch first, then over batches."""
 
     chain: DecoderChain
     constants: Sequence[LayerConstants]
@@ -60,8 +60,37 @@ class CandidateMeasurement:
     def run(self, batches: Iterable[Batch], on_layer: Callable[[int], None] | None = None) -> None:
         """Measure all batches; `on_layer` is called with the number of tokens after each layer."""
         for batch in batches:
-            self._measure_batch(batch, on_layer)
-            self.num_sequences += batch.input_ids.shape[0]
+            self.merge(self.of_batch(batch, on_layer))
+
+    def of_batch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> CandidateMeasurement:
+        """The measurement of one batch alone, under the same settings."""
+        part = replace(self, sums={}, pair_sums={}, num_sequences=batch.input_ids.shape[0])
+        part._measure_batch(batch, on_layer)
+        return part
+
+    def merge(self, part: CandidateMeasurement) -> None:
+        """Count the sequences of another measurement too."""
+        for candidate, errors in part.sums.items():
+            sums = self.sums.setdefault(candidate, dict.fromkeys(errors, 0.0))
+            for name, value in errors.items():
+                sums[name] += value
+        for key, value in part.pair_sums.items():
+            self.pair_sums[key] = self.pair_sums.get(key, 0.0) + value
+        self.num_sequences += part.num_sequences
+
+    def to_record(self) -> dict[str, Any]:
+        """The sums as plain JSON values."""
+        return {
+            "sums": [[*astuple(candidate), errors] for candidate, errors in self.sums.items()],
+            "pairs": [[layer, str(pair), value] for (layer, pair), value in self.pair_sums.items()],
+            "sequences": self.num_sequences,
+        }
+
+    def merge_record(self, record: Mapping[str, Any]) -> None:
+        """Count the sequences of what `to_record` gave of another measurement."""
+        sums = {Candidate(*place): errors for *place, errors in record["sums"]}
+        pairs = {(layer, PrecisionPair.parse(pair)): value for layer, pair, value in record["pairs"]}
+        self.merge(replace(self, sums=sums, pair_sums=pairs, num_sequences=record["sequences"]))
 
     def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
         trace = self.chain.trace(batch.input_ids, batch.position_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from itertools import islice, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
@@ -19,6 +19,7 @@ from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerCon
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
 from kvtuner.precision import SIDES
+from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,11 +78,20 @@ def measure_isolated(
             infinity.
     """
     journal = Journal(folder, JOURNAL, identity, key_of=_key_of)
-    measurement = _Measurement(chain, candidates, constants, plan, options, journal)
-    remaining = iter(batches)
-    while together := list(islice(remaining, num_workers(chain.model))):
-        measurement.add(together, on_forward)
-    return {candidate: total / measurement.num_tokens for candidate, total in measurement.totals.items()}
+    measurement = _Measurement(chain, list(batches), candidates, constants, plan, options, journal, on_forward)
+    queue = WorkQueue[_Item](
+        folder,
+        JOURNAL,
+        identity,
+        refresh=measurement.refresh,
+        is_done=measurement.is_done,
+        measure=measurement.measure,
+        group_of=lambda item: item[0],
+        held_groups=measurement.runs,
+        at_once=num_workers(chain.model),
+    )
+    queue.finish(measurement.items(), on_done=measurement.tell)
+    return measurement.mean_kl()
 
 
 def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
@@ -98,49 +108,101 @@ class _ExactRun:
     reference: Reference
 
 
+_Item = tuple[int, int]
+"""A batch, by its place, and a layer: all candidates of the layer on that batch."""
+
+
 @dataclass(slots=True)
 class _Measurement:
-    """The KL of candidates, summed over the scored tokens of batch after batch; `totals` drops what is not finite."""
+    """The KL of candidates on every batch, summed over scored tokens, in a journal.
+
+    Attributes:
+        runs: The exact runs at hand, by batch.
+    """
 
     chain: DecoderChain
+    batches: Sequence[Batch]
     candidates: Sequence[Candidate]
     constants: Sequence[LayerConstants]
     plan: ReadPlan
     options: QuantizationOptions
     journal: Journal
-    totals: dict[Candidate, float] = field(init=False)
-    num_tokens: int = 0
+    on_forward: Callable[[], None] | None
+    runs: dict[int, _ExactRun] = field(default_factory=dict)
+    _broken: set[Candidate] = field(default_factory=set)
+    _told: set[tuple[int, Candidate]] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.totals = dict.fromkeys(self.candidates, 0.0)
+    def items(self) -> list[_Item]:
+        """All items, batch by batch."""
+        layers = sorted({candidate.layer for candidate in self.candidates})
+        return [(place, layer) for place in range(len(self.batches)) for layer in layers]
 
-    def add(self, batches: Sequence[Batch], on_forward: Callable[[], None] | None) -> None:
-        """Measure all candidates on batches that run together."""
-        runs: dict[int, _ExactRun] = {}
-        self.num_tokens += sum(len(batch.input_ids) * (batch.input_ids.shape[1] - self.plan.split) for batch in batches)
+    def candidates_of(self, layer: int) -> list[Candidate]:
+        """The candidates of a layer."""
+        return [candidate for candidate in self.candidates if candidate.layer == layer]
+
+    def refresh(self) -> None:
+        """Read what was journalled since."""
+        self.journal.refresh()
+        places = range(len(self.batches))
         for candidate in self.candidates:
-            if candidate in self.totals:
-                self._measure_missing(candidate, batches, runs)
-                self._add_up(candidate, batches)
-            if on_forward is not None:
-                for _ in batches:
-                    on_forward()
+            records = (self._record(place, candidate) for place in places)
+            if any(record is not None and record["kl_sum"] is None for record in records):
+                self._broken.add(candidate)
 
-    def _measure_missing(self, candidate: Candidate, batches: Sequence[Batch], runs: dict[int, _ExactRun]) -> None:
-        """Journal a candidate's KL on the batches that the journal lacks; their exact runs are kept in `runs`."""
-        missing = [batch for batch in batches if self.journal.get((batch.index, candidate)) is None]
-        for batch in missing:
-            if batch.index not in runs:
-                prompt_limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
-                runs[batch.index] = self._run_exactly(batch, prompt_limit, KEPT_BYTES // len(batches))
-        spec = spec_of(candidate, self.constants, self.options)
-        hook = quantized_attention({candidate.layer: spec}, self.plan)
+    def is_done(self, item: _Item) -> bool:
+        """Whether the journal has all candidates of an item, but those that it need not have."""
+        return not self._missing(item)
 
-        def kl_sum(batch: Batch) -> float | None:
-            return self._kl_sum(runs[batch.index], candidate.layer, hook)
+    def tell(self, item: _Item) -> None:
+        """Tell of the forwards of an item that were not told of yet."""
+        place, layer = item
+        for candidate in self.candidates_of(layer):
+            self._tell(place, candidate)
 
-        measured = zip(missing, run_in_parallel(kl_sum, missing, num_workers(self.chain.model)), strict=True)
-        self.journal.append(*({**asdict(candidate), "batch": batch.index, "kl_sum": kl} for batch, kl in measured))
+    def _tell(self, place: int, candidate: Candidate) -> None:
+        if (place, candidate) not in self._told:
+            self._told.add((place, candidate))
+            if self.on_forward is not None:
+                self.on_forward()
+
+    def measure(self, items: Sequence[_Item]) -> None:
+        """Measure and journal what the journal lacks of some items."""
+        for place in [place for place in self.runs if place not in {place for place, _ in items}]:
+            del self.runs[place]
+        for place in dict.fromkeys(place for place, _ in items):
+            if place not in self.runs:
+                prompt_limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in self.runs.values())
+                self.runs[place] = self._run_exactly(self.batches[place], prompt_limit, KEPT_BYTES // len(items))
+        missing = [(place, candidate) for place, layer in items for candidate in self._missing((place, layer))]
+
+        def kl_sum(work: tuple[int, Candidate]) -> float | None:
+            place, candidate = work
+            spec = spec_of(candidate, self.constants, self.options)
+            hook = quantized_attention({candidate.layer: spec}, self.plan)
+            return self._kl_sum(self.runs[place], candidate.layer, hook)
+
+        at_once = num_workers(self.chain.model)
+        for first in range(0, len(missing), at_once):
+            together = missing[first : first + at_once]
+            measured = zip(together, run_in_parallel(kl_sum, together, at_once), strict=True)
+            self.journal.append(
+                *({**asdict(c), "batch": self.batches[place].index, "kl_sum": kl} for (place, c), kl in measured)
+            )
+            for place, candidate in together:
+                self._tell(place, candidate)
+
+    def _missing(self, item: _Item) -> list[Candidate]:
+        """The candidates of an item that the journal lacks, but those that are not finite on another batch."""
+        place, layer = item
+        return [
+            candidate
+            for candidate in self.candidates_of(layer)
+            if candidate not in self._broken and self._record(place, candidate) is None
+        ]
+
+    def _record(self, place: int, candidate: Candidate) -> Mapping[str, Any] | None:
+        return self.journal.known((self.batches[place].index, candidate))
 
     def _run_exactly(self, batch: Batch, prompt_limit: int, kept_limit: int) -> _ExactRun:
         prompt, trace = run_prompt(self.chain, batch, self.plan.split, prompt_limit)
@@ -155,23 +217,24 @@ class _Measurement:
         kl = float(compare(self.chain, run.reference, scored, next_ids).kl.sum())
         return kl if math.isfinite(kl) else None
 
-    def _add_up(self, candidate: Candidate, batches: Sequence[Batch]) -> None:
-        """Add a candidate's journalled KL to its total, or drop the candidate where it is not finite."""
-        for batch in batches:
-            record = self.journal.get((batch.index, candidate))
-            assert record is not None
-            if record["kl_sum"] is None:
-                del self.totals[candidate]
-                self._refuse_if_last(candidate)
-                return
-            self.totals[candidate] += record["kl_sum"]
+    def mean_kl(self) -> dict[Candidate, float]:
+        """The mean KL per scored token of every candidate whose KL is finite, summed batch by batch."""
+        num_tokens = sum(len(ids) * (ids.shape[1] - self.plan.split) for ids in (b.input_ids for b in self.batches))
+        finite = [candidate for candidate in self.candidates if candidate not in self._broken]
+        self._refuse_place_without(finite)
+        means = {}
+        for candidate in finite:
+            records = [self._record(place, candidate) for place in range(len(self.batches))]
+            means[candidate] = sum(record["kl_sum"] for record in records if record is not None) / num_tokens
+        return means
 
-    def _refuse_if_last(self, candidate: Candidate) -> None:
-        """Refuse a model that stays finite under no candidate of this layer, side and width."""
-        place = (candidate.layer, candidate.side, candidate.bits)
-        if not any((other.layer, other.side, other.bits) == place for other in self.totals):
-            side = "keys" if candidate.side == "k" else "values"
-            raise NonFiniteActivationError(
-                f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or infinity;"
-                " try --dtype float32 or bfloat16, or check the checkpoint"
-            )
+    def _refuse_place_without(self, finite: Sequence[Candidate]) -> None:
+        """Refuse a model that stays finite under no candidate of a layer, side and width."""
+        left = {(candidate.layer, candidate.side, candidate.bits) for candidate in finite}
+        for candidate in self.candidates:
+            if (candidate.layer, candidate.side, candidate.bits) not in left:
+                side = "keys" if candidate.side == "k" else "values"
+                raise NonFiniteActivationError(
+                    f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or"
+                    " infinity; try --dtype float32 or bfloat16, or check the checkpoint"
+                )

@@ -14,7 +14,7 @@ from kvtuner.calibration.sensitivity import LayerConstants
 from kvtuner.precision import FP16_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
@@ -48,6 +48,13 @@ class LayerSums:
         self.query_squared += q.square().sum(dim=(0, 2, 3), dtype=torch.float64).cpu() / q.shape[2]
         self.num_tokens += k.shape[0] * k.shape[2]
 
+    def merge(self, other: LayerSums) -> None:
+        """Count the tokens of other sums too."""
+        self.key += other.key
+        self.key_squared += other.key_squared
+        self.query_squared += other.query_squared
+        self.num_tokens += other.num_tokens
+
     def constants(self) -> LayerConstants:
         """The layer's mu and both lambdas."""
         mean = (self.key / self.num_tokens).clamp(-FP16_MAX, FP16_MAX)
@@ -79,6 +86,11 @@ def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[La
     Raises:
         NonFiniteActivationError: A layer's keys, values or queries hold NaN or infinity.
     """
+    return constants_of(chain.geometry, (sums_of_batch(chain, batch) for batch in batches))
+
+
+def sums_of_batch(chain: DecoderChain, batch: Batch) -> list[LayerSums]:
+    """Run one batch and return each layer's sums; raises what `measure_constants` does."""
     sums = [LayerSums.zeros(chain.geometry) for _ in range(chain.geometry.num_layers)]
 
     def hook(layer_id: int, call: AttentionCall) -> Tensor:
@@ -86,6 +98,14 @@ def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[La
         sums[layer_id].add(call)
         return attend(call)
 
-    for batch in batches:
-        chain.trace(batch.input_ids, batch.position_ids, hook)
-    return tuple(layer.constants() for layer in sums)
+    chain.trace(batch.input_ids, batch.position_ids, hook)
+    return sums
+
+
+def constants_of(geometry: ModelGeometry, parts: Iterable[Sequence[LayerSums]]) -> tuple[LayerConstants, ...]:
+    """Each layer's constants of the sums of all batches, added in their order."""
+    totals = [LayerSums.zeros(geometry) for _ in range(geometry.num_layers)]
+    for part in parts:
+        for total, sums in zip(totals, part, strict=True):
+            total.merge(sums)
+    return tuple(total.constants() for total in totals)

@@ -13,7 +13,7 @@ from kvtuner.calibration.forward.simulator import Simulator
 from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
-from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.calibration.shared_passes import shared_candidates, shared_constants
 from kvtuner.errors import CorpusError
 from kvtuner.precision import LAYOUT_ID, NO_WINDOW, SIDES, WIDE_WORD_BITS
 from kvtuner.progress.bar import ProgressBar
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.corpus import Corpus, SplitName
     from kvtuner.calibration.model_loading import LoadedModel
+    from kvtuner.calibration.sensitivity import LayerConstants
     from kvtuner.read_plan_names import ReadPlanName
 
 IDENTITY_FILE = "run.json"
@@ -104,6 +105,18 @@ class Workbench:
         """The same model and corpus under other settings of all candidates."""
         return replace(self, options=replace(self.options, quant=quant))
 
+    def constants(
+        self, folder: RunFolder, on_tokens: Callable[[int], object] = lambda _: None
+    ) -> tuple[LayerConstants, ...]:
+        """Each layer's constants on the calibrate split, measured with other workers of the folder; see `constants_of`.
+
+        They are the same under all settings of the quantizer, so none measures them again.
+        """
+        facts = ("model_config", "dtype", "model_weights", "context_length", "sequence_length", "calibrate_tokens")
+        identity = self.identity()
+        key = sha256_of([identity[fact] for fact in (*facts, "batch_size", "seed", "measurement")])
+        return shared_constants(self.chain, list(self.batches("calibrate")), folder, key, on_tokens)
+
     def identity(self) -> dict[str, Any]:
         """The facts that decide every measurement; a run folder is bound to them."""
         loaded, options = self.loaded, self.options
@@ -161,31 +174,31 @@ def measure_table(
     """
     identity = bench.identity()
     folder.check_identity(IDENTITY_FILE, identity, "measurements")
-    with folder.lock("calibration.lock", waiting="another process calibrates in this folder"):
-        table = SensitivityTable.load(folder) if folder.file(TABLE_FILE).exists() else None
-        if table is not None:
-            refuse_difference(table.identity, identity, f"{folder.file(TABLE_FILE)} was measured on something else")
-        if table is None or (bench.options.with_pairs and not table.pairs):
-            table = _measure_candidates(bench, folder, identity)
-            table.save(folder)
-        if bench.options.score == "kl" and any(missing_candidates(table, "kl")):
-            table = _measure_isolated(bench, folder, table, on_left_out)
-            table.save(folder)
+    table = SensitivityTable.load(folder) if folder.file(TABLE_FILE).exists() else None
+    if table is not None:
+        refuse_difference(table.identity, identity, f"{folder.file(TABLE_FILE)} was measured on something else")
+    if table is None or (bench.options.with_pairs and not table.pairs):
+        table = _measure_candidates(bench, folder, identity)
+        table.save(folder)
+    if bench.options.score == "kl" and any(missing_candidates(table, "kl")):
+        table = _measure_isolated(bench, folder, table, on_left_out)
+        table.save(folder)
     return table
 
 
 def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str, Any]) -> SensitivityTable:
     tokens, options = bench.corpus.splits["calibrate"].numel(), bench.options
     folder.log("statistics", tokens=tokens)
+    batches, key = list(bench.batches("calibrate")), sha256_of(identity)
     with ProgressBar(desc="statistics", total=tokens, unit="tok") as bar:
-        constants = measure_constants(bench.chain, _counted(bench.batches("calibrate"), bar))
+        constants = bench.constants(folder, bar.update)
     folder.log("candidates", tokens=tokens, draws=options.num_draws)
     measurement = CandidateMeasurement(
         bench.chain, constants, bench.plan, options.quant, options.num_draws, options.seed, options.with_pairs
     )
     layers = bench.loaded.shape.geometry.num_layers
     with ProgressBar(desc="candidates", total=tokens * layers, unit="tok", unit_scale=True) as bar:
-        measurement.run(bench.batches("calibrate"), on_layer=bar.update)
+        shared_candidates(measurement, batches, folder, sha256_of([key, options.with_pairs]), bar.update)
     return SensitivityTable(
         identity=identity,
         geometry=bench.loaded.shape.geometry,
@@ -223,9 +236,3 @@ def _measure_isolated(
                 on_left_out(f"{place} with transform {candidate.transform} is left out: {reason}")
     scores = {c: replace(s, kl=measured.get(c, s.kl)) for c, s in table.scores.items()}
     return replace(table, scores=scores)
-
-
-def _counted(source: Iterator[Batch], bar: ProgressBar) -> Iterator[Batch]:
-    for batch in source:
-        yield batch
-        bar.update(batch.num_tokens)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.run_folder import RunFolder, read_line
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    from kvtuner.run_folder import RunFolder
 
 
 class Journal:
@@ -35,26 +35,33 @@ class Journal:
 
         Lines that a kill cut or that changed are left out.
         """
-        path = self._folder.file(self._name)
-        if not path.exists():
-            return
-        if path.stat().st_size < self._position:  # another file by the same name
-            self._position = 0
-        with path.open("rb") as handle:
-            handle.seek(self._position)
-            for line in handle:
-                record = read_line(line)
-                if record is None and not line.endswith(b"\n"):
-                    return  # it may still be written
-                self._position += len(line)
-                if record is not None and self._identity in (None, record.get("identity")):
-                    yield record
+        records, self._position = self._folder.records_after(self._name, self._position)
+        for record in records:
+            if self._identity in (None, record.get("identity")):
+                yield record
+
+    def refresh(self) -> None:
+        """Read what was appended since the last call, by this process or another one, for `known`."""
+        self._records.update((self._key_of(record), record) for record in self.unread())
+
+    def known(self, key: Hashable) -> dict[str, Any] | None:
+        """The record of a key as of the last `refresh`; None where there was none."""
+        return self._records.get(key)
 
     def get(self, key: Hashable) -> dict[str, Any] | None:
         """The record of a key; None where no process has appended one yet."""
         if key not in self._records:
-            self._records.update((self._key_of(record), record) for record in self.unread())
-        return self._records.get(key)
+            self.refresh()
+        return self.known(key)
+
+    def record(self, key: Hashable) -> dict[str, Any]:
+        """The record of a key that has one; `KeyError` where none was read."""
+        return self._records[key]
+
+    @property
+    def identity(self) -> str | None:
+        """The identity of the records."""
+        return self._identity
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Append records durably, with the identity.

@@ -14,7 +14,7 @@ import os
 import time
 import zlib
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from kvtuner.errors import RunFolderError
 
@@ -65,6 +65,27 @@ def _write_error(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another folder with --out")
 
 
+class LockedLog:
+    """A log that this process alone appends to."""
+
+    def __init__(self, path: Path, handle: BinaryIO) -> None:
+        self._path, self._handle = path, handle
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Append JSON lines with checksums; they are durable after `sync`."""
+        plain = [_as_read_back(record) for record in records]
+        lines = "".join(canonical_json({**r, LINE_CHECKSUM: _line_checksum(r)}) + "\n" for r in plain).encode()
+        self._handle.seek(0, os.SEEK_END)
+        if lines and self._handle.tell() and not _ends_with_newline(self._path):
+            lines = b"\n" + lines
+        self._handle.write(lines)
+        self._handle.flush()
+
+    def sync(self) -> None:
+        """Wait until what was appended survives a loss of power."""
+        os.fsync(self._handle.fileno())
+
+
 class RunFolder:
     """One run's files, each written atomically; the log only grows."""
 
@@ -92,28 +113,51 @@ class RunFolder:
         Raises:
             RunFolderError: The disk is full or the folder cannot be written or locked.
         """
-        if not records:
-            return
-        plain = [_as_read_back(record) for record in records]
-        lines = "".join(canonical_json({**r, LINE_CHECKSUM: _line_checksum(r)}) + "\n" for r in plain).encode()
+        if records:
+            with self.exclusive(name) as log:
+                log.append(*records)
+                log.sync()
+
+    @contextlib.contextmanager
+    def exclusive(self, name: str) -> Iterator[LockedLog]:
+        """Hold a log, so that no other process appends to it meanwhile.
+
+        Raises:
+            RunFolderError: The disk is full or the folder cannot be written or locked.
+        """
         path = self.file(name)
         try:
             with path.open("ab") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX)  # until the file is closed
-                handle.seek(0, os.SEEK_END)
-                if handle.tell() and not _ends_with_newline(path):
-                    lines = b"\n" + lines
-                handle.write(lines)
-                handle.flush()
-                os.fsync(handle.fileno())
+                yield LockedLog(path, handle)
         except OSError as error:
             raise _write_error(path, error) from error
 
     def records(self, name: str) -> Iterator[dict[str, Any]]:
         """The records of a log in their order, without lines that a kill cut or that changed."""
-        if self.file(name).exists():
-            with self.file(name).open("rb") as handle:
-                yield from filter(None, map(read_line, handle))
+        yield from self.records_after(name, 0)[0]
+
+    def records_after(self, name: str, position: int) -> tuple[list[dict[str, Any]], int]:
+        """The records after a position of a log, 0 or one that this returned, and the position after them.
+
+        Lines that a kill cut or that changed are left out; one that may still be written is read the next time.
+        """
+        path = self.file(name)
+        if not path.exists():
+            return [], position
+        if path.stat().st_size < position:  # another file by the same name
+            position = 0
+        found: list[dict[str, Any]] = []
+        with path.open("rb") as handle:
+            handle.seek(position)
+            for line in handle:
+                record = read_line(line)
+                if record is None and not line.endswith(b"\n"):
+                    break
+                position += len(line)
+                if record is not None:
+                    found.append(record)
+        return found, position
 
     def write_checked(self, name: str, payload: Mapping[str, Any]) -> None:
         """Write a JSON object with its own checksum."""

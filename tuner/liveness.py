@@ -1,16 +1,15 @@
-"""Names the worker of a trial, and tells whether it still lives. Knows nothing of what trials measure."""
+"""The heartbeat of a trial's worker, and whether that still lives. Knows nothing of what trials measure."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.tuner.study_storage import STORAGE_ERRORS
+from kvtuner.workers import worker_identity
+from kvtuner.workers.worker_identity import has_ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,46 +18,8 @@ if TYPE_CHECKING:
 
 WORKER: Final = "worker"
 HEARTBEAT: Final = "heartbeat"
-HEARTBEAT_S: Final = 20.0
-GRACE_S: Final = 90.0
-"""The silence of a worker after which its trial counts as lost."""
 UNNAMED_GRACE_S: Final = 10.0
 """The same of a trial without a worker: to name itself is the first thing that a worker does."""
-
-
-def worker_id() -> str:
-    """Name of this process: machine, process id and its start, by which a reused process id differs."""
-    return f"{_machine()}|{os.getpid()}|{_start_of(os.getpid())}"
-
-
-def has_ended(worker: str) -> bool:
-    """Whether a worker is known to have ended; one on another machine is not known."""
-    machine, pid, start = worker.split("|")
-    return machine == _machine() and _start_of(int(pid)) != start
-
-
-def _machine() -> str:
-    """Host, boot and process namespace: where a process id means the same process."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()}/{boot.read_text().strip()}/{namespace.readlink()}"
-    return socket.gethostname()
-
-
-def _start_of(pid: int) -> str:
-    """Start time of a process in clock ticks, "?" where that cannot be read, "" if it has ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        return "?"
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "?"
-    # Fields 3 and 22 of proc(5): the state, a zombie or dead, and the start. The name before them may hold spaces.
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 @contextlib.contextmanager
@@ -68,7 +29,7 @@ def heartbeat(trial: optuna.Trial) -> Iterator[None]:
 
     def beat() -> None:
         count = 0
-        while not stop.wait(HEARTBEAT_S):
+        while not stop.wait(worker_identity.HEARTBEAT_S):
             count += 1
             try:
                 trial.set_user_attr(HEARTBEAT, count)
@@ -104,4 +65,4 @@ class LivenessMonitor:
         if last_state != state:
             self._seen[trial.number] = (state, time.monotonic())
             return False
-        return time.monotonic() - seen_at > (UNNAMED_GRACE_S if worker is None else GRACE_S)
+        return time.monotonic() - seen_at > (UNNAMED_GRACE_S if worker is None else worker_identity.GRACE_S)

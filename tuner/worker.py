@@ -15,7 +15,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import bytes_per_token, mean_bits
 from kvtuner.search_spaces.space import pairs_of, predicted_score
 from kvtuner.tuner.interrupts import InterruptGate
-from kvtuner.tuner.liveness import WORKER, LivenessMonitor, heartbeat, worker_id
+from kvtuner.tuner.liveness import WORKER, LivenessMonitor, heartbeat
 from kvtuner.tuner.samplers import set_violation
 from kvtuner.tuner.study_storage import STORAGE_ERRORS
 from kvtuner.tuner.surrogate import Surrogate
@@ -32,6 +32,7 @@ from kvtuner.tuner.trials import (
     layer_texts,
     ticket_of,
 )
+from kvtuner.workers.worker_identity import worker_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -8,7 +8,7 @@ such a chain is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,8 +120,11 @@ class DecoderChain:
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
+        thread = get_ident()
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if get_ident() != thread:  # another sequence of this model, which runs beside
+                return
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             residual.append(args[0] if args else kwargs["hidden_states"])
             calls.append(LayerCall(args[1:], rest))

@@ -180,9 +180,8 @@ def test_several_sequences_at_once_give_the_same_numbers_and_one_interrupted_for
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(chain, "finish", killed)
         kl_of(chain, batches, folder, constants=constants)
-    # Two sequences of a candidate are one forward; the last batch of three has no other beside it.
-    kept = len(list(folder.records(JOURNAL)))
-    assert kept == min(stop_after, 12) // 2 * 2 + max(0, stop_after - 12)
+    # What the other thread finished after the one that was killed is lost with it.
+    assert stop_after - 1 <= len(list(folder.records(JOURNAL))) <= stop_after
     assert kl_of(chain, batches, folder, constants=constants) == whole
     keys = [(r["batch"], r["layer"], r["side"], r["bits"]) for r in folder.records(JOURNAL)]
     assert len(keys) == len(set(keys)) == 18

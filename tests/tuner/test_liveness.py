@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ from optuna.trial import TrialState
 
 from kvtuner.tuner import liveness, study_storage
 from kvtuner.tuner.study_storage import open_storage
+from kvtuner.workers import worker_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,26 +23,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-def test_a_worker_knows_itself_and_the_dead() -> None:
-    own = liveness.worker_id()
-    machine, _, start = own.split("|")
-    assert not liveness.has_ended(own)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    alive = f"{machine}|{child.pid}|{liveness._start_of(child.pid)}"
-    assert not liveness.has_ended(alive)
-    child.kill()
-    # Killed but not yet waited for, it is a zombie.
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert liveness.has_ended(alive)
-    child.communicate()
-    assert liveness.has_ended(alive)
-    assert liveness.has_ended(f"{machine}|{os.getpid()}|{start}1"), "a process id used again is another worker"
-    assert not liveness.has_ended(f"another machine|{child.pid}|{start}")
-
-
 def test_heartbeats_show_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(liveness, "GRACE_S", 0.2)
+    monkeypatch.setattr(worker_identity, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(worker_identity, "GRACE_S", 0.2)
     study = optuna.create_study()
     trial = study.ask()
     trial.set_user_attr(liveness.WORKER, "another machine|1|1")
@@ -62,7 +44,7 @@ def test_heartbeats_show_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) ->
 def test_heartbeats_go_on_after_a_storage_that_failed_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(worker_identity, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(study_storage, "LOCK_TIMEOUT_S", 0.02)
     url, failed = f"{scheme}:///{tmp_path}/study", threading.Event()
     trial = optuna.create_study(study_name="kvtuner", storage=open_storage(url)).ask()
@@ -101,7 +83,7 @@ def test_heartbeats_go_on_after_a_storage_that_failed_for_a_while(
 
 
 def test_a_heartbeat_ends_quietly_when_the_trial_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(worker_identity, "HEARTBEAT_S", 0.01)
     study = optuna.create_study()
     trial = study.ask()
     with liveness.heartbeat(trial):

@@ -26,6 +26,7 @@ from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import open_storage
 from kvtuner.tuner.trials import OUTCOME, TICKET, TrialReader, TrialRecord
 from kvtuner.tuner.worker import Worker
+from kvtuner.workers import worker_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,7 +119,7 @@ def test_a_study_killed_at_any_moment_resumes_to_exactly_the_trials_asked(
     worker.communicate()
     begun = time.monotonic()
     result = resume(space, constraint, url)
-    assert time.monotonic() - begun < liveness.GRACE_S, "the dead worker was waited for"
+    assert time.monotonic() - begun < worker_identity.GRACE_S, "the dead worker was waited for"
     assert len(result.trials) == states(url)[TrialState.COMPLETE] == NUM_TRIALS
     assert states(url)[TrialState.RUNNING] == states(url)[TrialState.WAITING] == 0
     assert set(warm_of(space)) <= {trial.configuration for trial in result.trials}
@@ -176,7 +177,7 @@ def test_an_interrupted_trial_is_measured_on_resume(space: SearchSpace, constrai
 def test_a_worker_elsewhere_that_falls_silent_is_given_up(
     space: SearchSpace, constraint: Constraint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
 ) -> None:
-    monkeypatch.setattr(liveness, "GRACE_S" if is_queued else "UNNAMED_GRACE_S", 0.3)
+    monkeypatch.setattr(worker_identity, "GRACE_S" if is_queued else "UNNAMED_GRACE_S", 0.3)
     url = f"sqlite:///{tmp_path}/study.db"
     refine(
         space,
@@ -263,7 +264,9 @@ def test_a_twin_whose_worker_ended_is_not_waited_for(
     worker.enqueue([warm])
     other = study.ask()
     child = subprocess.Popen([sys.executable, "-c", ""])
-    other.set_user_attr(liveness.WORKER, f"{liveness._machine()}|{child.pid}|{liveness._start_of(child.pid)}")
+    other.set_user_attr(
+        liveness.WORKER, f"{worker_identity._machine()}|{child.pid}|{worker_identity._start_of(child.pid)}"
+    )
     if is_decided:
         other.set_user_attr(TICKET, 1)
     child.wait()
@@ -286,7 +289,7 @@ def test_a_ticket_without_all_parameters_is_not_taken_for_a_decision(
     for name in worker.distributions:
         twin.suggest_int(name, 1, 1)
     twin.set_user_attr(TICKET, 1)
-    twin.set_user_attr(liveness.WORKER, liveness.worker_id())
+    twin.set_user_attr(liveness.WORKER, worker_identity.worker_id())
     read = worker._trials
 
     def torn() -> list[FrozenTrial]:
@@ -317,7 +320,7 @@ def test_only_what_would_be_measured_waits_for_others(
         study.enqueue_trial(params)
         assert worker._run_trial(10, is_sampling=False) is not None
     undecided = study.ask()
-    undecided.set_user_attr(liveness.WORKER, liveness.worker_id())
+    undecided.set_user_attr(liveness.WORKER, worker_identity.worker_id())
     study.enqueue_trial(params)
     record = worker._run_trial(10, is_sampling=False)
     assert record is not None

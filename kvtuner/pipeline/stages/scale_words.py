@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtuner.calibration.scale_layouts import equal_layouts
+from kvtuner.calibration.auto_settings.scale_layouts import equal_layouts
 from kvtuner.precision import SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, ScaleLayout, Side, WordBits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from kvtuner.calibration.auto_settings.scale_layouts import LayoutComparison
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.calibration.quantization_options import QuantizationOptions
-    from kvtuner.calibration.scale_layouts import LayoutComparison
     from kvtuner.pipeline.options import MeasurementOptions
 
 

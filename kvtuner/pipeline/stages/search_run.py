@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvtuner.calibration.auto_settings.scale_layouts import LayoutComparison, compare_layouts, undecided_facts
+from kvtuner.calibration.auto_settings.window_lengths import LengthComparison, compare_lengths
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import ModelShape, load_model, read_shape
 from kvtuner.calibration.quantization_options import QuantizationOptions
-from kvtuner.calibration.scale_layouts import LayoutComparison, compare_layouts, undecided_facts
-from kvtuner.calibration.window_lengths import LengthComparison, compare_lengths
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout

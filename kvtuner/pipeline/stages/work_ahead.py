@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.calibration.window_lengths import lengths_for
+from kvtuner.calibration.auto_settings.window_lengths import lengths_for
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source

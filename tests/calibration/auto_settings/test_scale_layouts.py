@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kvtuner.calibration.auto_settings.scale_layouts import JOURNAL, LayoutComparison, compare_layouts, equal_layouts
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.calibration.quantization_options import QuantizationOptions
-from kvtuner.calibration.scale_layouts import JOURNAL, LayoutComparison, compare_layouts, equal_layouts
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench
 from kvtuner.errors import RunFolderError

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.calibration import window_lengths
+from kvtuner.calibration.auto_settings.window_lengths import JOURNAL, LengthComparison, compare_lengths, lengths_for
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.transform_statistics import measure_constants
-from kvtuner.calibration.window_lengths import JOURNAL, LengthComparison, compare_lengths, lengths_for
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench
 from kvtuner.errors import RunFolderError
 from kvtuner.precision import ExactWindow, ScaleLayout

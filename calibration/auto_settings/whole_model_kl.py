@@ -7,7 +7,6 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
-from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.calibration.workbench import IDENTITY_FILE
 from kvtuner.run_folder import refuse_difference
 
@@ -26,8 +25,8 @@ _SMALLEST_KL: Final = 1e-12
 class WholeModelKL:
     """Measures the model on the calibrate split with all layers alike; loads nothing before it is asked."""
 
-    def __init__(self, bench: Workbench) -> None:
-        self._bench = bench
+    def __init__(self, bench: Workbench, folder: RunFolder) -> None:
+        self._bench, self._folder = bench, folder
         self._prepared: tuple[Simulator, tuple[LayerConstants, ...]] | None = None
 
     def measure(self, quant: QuantizationOptions, bits: int, sides: Sequence[Side]) -> list[float | None]:
@@ -37,7 +36,7 @@ class WholeModelKL:
         balanced keys are rotated and values too, as in most layers of a profile.
         """
         if self._prepared is None:
-            constants = measure_constants(self._bench.chain, self._bench.batches("calibrate"))
+            constants = self._bench.constants(self._folder)
             self._prepared = self._bench.simulator("calibrate"), constants
         simulator, constants = self._prepared
         specs = {}

@@ -10,18 +10,19 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.calibration.whole_model_kl import (
+from kvtuner.calibration.auto_settings.whole_model_kl import (
     WholeModelKL,
     finite_or_none,
     mean_over_sequences,
     refuse_other_run,
 )
 from kvtuner.journal import Journal
-from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, ScaleLayout, Side
+from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, ScaleLayout, Side, WordBits
 from kvtuner.run_folder import sha256_of
+from kvtuner.workers.work_queue import share_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.calibration.workbench import Workbench
@@ -103,37 +104,33 @@ def compare_layouts(
     """
     identity = bench.identity()
     refuse_other_run(folder, identity, undecided_facts(layouts))
-    with folder.lock("calibration.lock", waiting="another process calibrates in this folder"):
-        measurement = _LayoutMeasurement(bench, Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of))
-        return tuple(
-            LayoutComparison(side, *pair, *(measurement.by_width(side, layout) for layout in pair))
-            for side, pair in layouts.items()
-        )
+    quant, model = bench.options.quant, WholeModelKL(bench, folder)
+    journal = Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of)
+    widths = [bits for bits in quant.widths if bits < WIDEST_PACKED_BITS]
+
+    def measure(keys: Sequence[_Key]) -> None:
+        for key in keys:
+            side, group_size, word_bits, bits = key
+            layout = ScaleLayout(group_size, word_bits)
+            kl = model.measure(with_layout(quant, side, layout), bits, (side,))
+            journal.append({**dict(zip(_FACTS, key, strict=True)), "kl": kl})
+
+    def key(side: Side, layout: ScaleLayout, bits: int) -> _Key:
+        return side, layout.group_size, layout.word_bits, bits
+
+    def by_width(side: Side, layout: ScaleLayout) -> dict[int, float]:
+        return {bits: mean_over_sequences(journal.record(key(side, layout, bits))["kl"]) for bits in widths}
+
+    keys = [key(side, layout, bits) for side, pair in layouts.items() for layout in pair for bits in widths]
+    share_keys(folder, journal, JOURNAL, keys, measure)
+    return tuple(
+        LayoutComparison(side, *pair, *(by_width(side, layout) for layout in pair)) for side, pair in layouts.items()
+    )
+
+
+_FACTS: Final = ("side", "group_size", "word_bits", "bits")
+_Key = tuple[Side, int | None, WordBits, int]
 
 
 def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in ("side", "group_size", "word_bits", "bits"))
-
-
-class _LayoutMeasurement:
-    """The KL of one side at one width in one layout, journalled; nothing runs where the journal has it all."""
-
-    def __init__(self, bench: Workbench, journal: Journal) -> None:
-        self._quant, self._journal, self._model = bench.options.quant, journal, WholeModelKL(bench)
-
-    def by_width(self, side: Side, layout: ScaleLayout) -> dict[int, float]:
-        """The KL at every measured width below 8."""
-        widths = [bits for bits in self._quant.widths if bits < WIDEST_PACKED_BITS]
-        return {bits: self._kl(side, layout, bits) for bits in widths}
-
-    def _kl(self, side: Side, layout: ScaleLayout, bits: int) -> float:
-        record = {"side": side, "group_size": layout.group_size, "word_bits": layout.word_bits, "bits": bits}
-        known = self._journal.get(_key_of(record))
-        if known is None:
-            known = {**record, "kl": self._measure(side, layout, bits)}
-            self._journal.append(known)
-        return mean_over_sequences(known["kl"])
-
-    def _measure(self, side: Side, layout: ScaleLayout, bits: int) -> list[float | None]:
-        """The KL of every sequence."""
-        return self._model.measure(with_layout(self._quant, side, layout), bits, (side,))
+    return tuple(record[name] for name in _FACTS)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.calibration.whole_model_kl import (
+from kvtuner.calibration.auto_settings.whole_model_kl import (
     WholeModelKL,
     finite_or_none,
     mean_over_sequences,
@@ -18,9 +18,10 @@ from kvtuner.calibration.whole_model_kl import (
 from kvtuner.journal import Journal
 from kvtuner.precision import SIDES, ExactWindow
 from kvtuner.run_folder import sha256_of
+from kvtuner.workers.work_queue import share_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.calibration.workbench import Workbench
@@ -111,24 +112,22 @@ def compare_lengths(bench: Workbench, folder: RunFolder, undecided: Collection[s
     refuse_other_run(folder, identity, {*WINDOW_FACTS, *undecided})
     narrow = min(quant.widths)
     widths = narrow, min(bits for bits in quant.widths if bits >= COMPARED_BITS)
-    with folder.lock("calibration.lock", waiting="another process calibrates in this folder"):
-        journal = Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of)
-        model = WholeModelKL(bench)
-        kl = {}
-        for length in lengths_for(bench.corpus.splits["calibrate"].shape[1]):
-            windowed = replace(quant, window=ExactWindow(length, sinks))
-            kl[length] = _kl(model, journal, windowed, widths[0]), _kl(model, journal, windowed, widths[1])
+    journal = Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of)
+    model = WholeModelKL(bench, folder)
+
+    def measure(items: Sequence[tuple[int, int]]) -> None:
+        for length, bits in items:
+            kl = model.measure(replace(quant, window=ExactWindow(length, sinks)), bits, SIDES)
+            journal.append({"residual_length": length, "bits": bits, "kl": kl})
+
+    lengths = lengths_for(bench.corpus.splits["calibrate"].shape[1])
+    share_keys(folder, journal, JOURNAL, [(length, bits) for length in lengths for bits in widths], measure)
+    kl = {}
+    for length in lengths:
+        narrow_kl, wide_kl = (mean_over_sequences(journal.record((length, bits))["kl"]) for bits in widths)
+        kl[length] = narrow_kl, wide_kl
     return LengthComparison(bench.loaded.shape.context_length, sinks, kl, widths)
 
 
-def _kl(model: WholeModelKL, journal: Journal, quant: QuantizationOptions, bits: int) -> float:
-    record: dict[str, Any] = {"residual_length": quant.window.residual_length, "bits": bits}
-    known = journal.get(_key_of(record))
-    if known is None:
-        known = {**record, "kl": model.measure(quant, bits, SIDES)}
-        journal.append(known)
-    return mean_over_sequences(known["kl"])
-
-
-def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _key_of(record: Mapping[str, Any]) -> tuple[int, int]:
     return record["residual_length"], record["bits"]

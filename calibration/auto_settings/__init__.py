@@ -1,0 +1,1 @@
+"""The settings that `auto` leaves to a measurement: tokens of the exact window, scale words and their groups."""

@@ -1,0 +1,143 @@
+"""Items of work that any number of processes share, each done once. Knows nothing of what the items are.
+
+All workers run the same program and come to the same items in the same order. Each takes what nobody has, waits for
+what others have, and then reads all results: so the result does not depend on who did what.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from kvtuner.run_folder import canonical_json, sha256_of
+from kvtuner.workers.work_claims import Claims
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+
+    from kvtuner.journal import Journal
+    from kvtuner.run_folder import RunFolder
+
+FIRST_POLL_S: Final = 0.02
+LONGEST_POLL_S: Final = 0.5
+
+WorkItem = TypeVar("WorkItem")
+
+
+class WorkQueue(Generic[WorkItem]):
+    """The items of one kind in a run folder.
+
+    An item is done when `is_done` says so of what the workers journalled, and whoever takes it has `measure` do that.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        kind: str,
+        identity: str | None,
+        *,
+        refresh: Callable[[], None],
+        is_done: Callable[[WorkItem], bool],
+        measure: Callable[[Sequence[WorkItem]], None],
+        key_of: Callable[[WorkItem], Any] = lambda item: item,
+        group_of: Callable[[WorkItem], Hashable] = lambda _: None,
+        held_groups: Collection[Hashable] = (),
+        at_once: int = 1,
+    ) -> None:
+        """Share items that are equal where their kind, identity and keys, plain JSON values, are.
+
+        `refresh` reads what was journalled since, for `is_done`; `measure` gets at most `at_once` items and journals
+        their results. Of items whose group shares preparation those
+        are taken first whose group is among `held_groups`, which this process has prepared, then those whose group
+        nobody else works on.
+        """
+        self._claims = Claims(folder)
+        self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
+        self._refresh, self._is_done, self._measure, self._key_of = refresh, is_done, measure, key_of
+        self._group_of, self._held_groups, self._at_once = group_of, held_groups, at_once
+
+    def finish(
+        self,
+        items: Sequence[WorkItem],
+        *,
+        on_done: Callable[[WorkItem], object] | None = None,
+        meanwhile: Callable[[], bool] | None = None,
+    ) -> None:
+        """Return when every item is done, by this process or another; `on_done` is called once for each.
+
+        While others have all that is left, `meanwhile` is called, which says whether it found something to do. What
+        `measure` raises is raised here; its items are then free for others.
+
+        Raises:
+            RunFolderError: The folder cannot be written.
+        """
+        left = self._without_done(dict.fromkeys(items), on_done)
+        if not left:
+            return
+        with self._claims.beating():
+            wait = FIRST_POLL_S
+            while left:
+                if self._take_some(left) or (meanwhile is not None and meanwhile()):
+                    wait = FIRST_POLL_S
+                else:
+                    time.sleep(wait)
+                    wait = min(2 * wait, LONGEST_POLL_S)
+                left = self._without_done(left, on_done)
+
+    def _take_some(self, left: Mapping[WorkItem, None]) -> bool:
+        """Take items and do them; False where others have all."""
+        texts = {self._text_of(item): item for item in self._in_order(left)}
+        taken = self._claims.take(texts, self._at_once)
+        if taken:  # another worker may have done one, and ended, after it was looked up
+            self._refresh()
+        missing = [texts[text] for text in taken if not self._is_done(texts[text])]
+        if missing:
+            try:
+                self._measure(missing)
+            except BaseException:
+                self._claims.release(taken)
+                raise
+        return bool(taken)
+
+    def _in_order(self, left: Mapping[WorkItem, None]) -> list[WorkItem]:
+        held = self._claims.held_by_others()
+        busy = {self._group_of(item) for item in left if self._text_of(item) in held} - {None}
+
+        def rank(item: WorkItem) -> int:
+            group = self._group_of(item)
+            return 0 if group in self._held_groups else 2 if group in busy else 1
+
+        return sorted(left, key=rank)  # a stable sort: otherwise in the given order
+
+    def _without_done(
+        self, left: Mapping[WorkItem, None], on_done: Callable[[WorkItem], object] | None
+    ) -> dict[WorkItem, None]:
+        self._refresh()
+        still: dict[WorkItem, None] = {}
+        for item in left:
+            if not self._is_done(item):
+                still[item] = None
+            elif on_done is not None:
+                on_done(item)
+        return still
+
+    def _text_of(self, item: WorkItem) -> str:
+        return self._prefix + canonical_json(self._key_of(item))
+
+
+def share_keys(
+    folder: RunFolder,
+    journal: Journal,
+    kind: str,
+    keys: Sequence[WorkItem],
+    measure: Callable[[Sequence[WorkItem]], None],
+) -> None:
+    """Have a record of every key in the journal, one at a time; `measure` appends those of the keys that it gets."""
+    WorkQueue[WorkItem](
+        folder,
+        kind,
+        journal.identity,
+        refresh=journal.refresh,
+        is_done=lambda key: journal.known(key) is not None,
+        measure=measure,
+    ).finish(keys)

@@ -1,0 +1,141 @@
+"""Work that processes share: every item done, none twice unless its worker died over it, results in one order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.journal import Journal
+from kvtuner.run_folder import RunFolder
+from kvtuner.workers.work_claims import Claims
+from kvtuner.workers.work_queue import WorkQueue, share_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+JOURNAL = "numbers.jsonl"
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Squares:
+    """Numbers whose squares are journalled; groups are tens."""
+
+    def __init__(self, folder: RunFolder, **options: Any) -> None:
+        folder.create()
+        self.journal = Journal(folder, JOURNAL, "mine")
+        self.measured: list[list[int]] = []
+        self.queue = WorkQueue[int](
+            folder,
+            "squares",
+            "mine",
+            refresh=self.journal.refresh,
+            is_done=lambda item: self.journal.known(item) is not None,
+            measure=self.measure,
+            group_of=lambda item: item // 10,
+            **options,
+        )
+
+    def measure(self, items: Sequence[int]) -> None:
+        self.measured.append(list(items))
+        self.journal.append(*({"key": item, "value": item**2} for item in items))
+
+
+def test_one_worker_does_all_items_in_their_order(tmp_path: Path) -> None:
+    squares, reported = Squares(RunFolder(tmp_path), at_once=3), []
+    squares.queue.finish(range(7), on_done=reported.append)
+    assert squares.measured == [[0, 1, 2], [3, 4, 5], [6]]
+    assert reported == list(range(7))
+    again = Squares(RunFolder(tmp_path))
+    again.queue.finish(range(8), on_done=reported.append)
+    assert again.measured == [[7]]
+    assert reported == [*range(7), *range(8)]
+
+
+def test_what_this_process_has_prepared_comes_first_and_what_others_work_on_last(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    squares = Squares(folder, held_groups={2})
+    other = Squares(folder)
+    names = [squares.queue._text_of(item) for item in (0, 1)]
+    claims = Claims(folder, "another machine|1|1")
+    claims.take(names, 1)
+
+    def meanwhile() -> bool:
+        other.measure([0])
+        return True
+
+    squares.queue.finish([0, 1, 10, 20, 21], meanwhile=meanwhile)
+    assert squares.measured == [[20], [21], [10], [1]]
+    assert other.measured == [[0]], "an item that another one has is waited for"
+
+
+def test_items_of_a_measurement_that_fails_are_free_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    failing, claims = Squares(folder), Claims(folder, "another machine|1|1")
+
+    def fail(items: Sequence[int]) -> None:
+        assert claims.take([failing.queue._text_of(items[0])]) == []
+        raise ArithmeticError("no square")
+
+    failing.queue._measure = fail
+    with pytest.raises(ArithmeticError, match="no square"):
+        failing.queue.finish([1])
+    assert claims.take([failing.queue._text_of(1)]) != []
+
+
+def test_a_record_for_every_key(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create()
+    journal = Journal(folder, JOURNAL, None)
+    for _ in range(2):
+        share_keys(folder, journal, "plain", ["a", "b"], lambda keys: journal.append(*({"key": key} for key in keys)))
+    assert [record["key"] for record in folder.records(JOURNAL)] == ["a", "b"]
+
+
+def _work(path: str, seed: int) -> None:
+    squares, rng = Squares(RunFolder(path)), random.Random(seed)
+    plain = squares.measure
+
+    def slow(items: Sequence[int]) -> None:
+        time.sleep(0.02 * rng.random())
+        plain(items)
+
+    squares.queue._measure = slow
+    squares.queue.finish(range(150))
+
+
+@pytest.mark.slow
+def test_workers_killed_at_any_moment_lose_the_item_in_hand_alone(tmp_path: Path) -> None:
+    rng, killed = random.Random(0), 0
+    folder = RunFolder(tmp_path)
+    folder.create()
+    workers = [SPAWN.Process(target=_work, args=(str(tmp_path), seed)) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    while killed < 8 and len(list(folder.records(JOURNAL))) < 120:
+        time.sleep(0.3 * rng.random())
+        victim = workers.pop(0)
+        if victim.is_alive() and len(list(folder.records(JOURNAL))):
+            assert victim.pid is not None
+            os.kill(victim.pid, signal.SIGKILL)
+            killed += 1
+            victim.join()
+            workers.append(SPAWN.Process(target=_work, args=(str(tmp_path), 10 + killed)))
+            workers[-1].start()
+        else:
+            workers.append(victim)
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    counts = Counter(record["key"] for record in folder.records(JOURNAL))
+    assert set(counts) == set(range(150))
+    assert killed > 2
+    # A worker that was killed between the record and its next claim leaves nothing to do again.
+    assert sum(counts.values()) == 150
