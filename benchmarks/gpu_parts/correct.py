@@ -44,7 +44,8 @@ TOLERANCE: Final = 1e-2
 BASELINE_TOLERANCE: Final = 4e-2
 """The same of the straightforward kernel, which rounds keys, values and weights to bf16."""
 PROCESSES: Final = 8
-LIMIT_S: Final = 200
+LIMIT_S: Final = 170
+"""The seconds of this section, which tells first whether anything else is worth its time."""
 SPARE_SLOTS: Final = 7
 
 

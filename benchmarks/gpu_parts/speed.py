@@ -117,24 +117,22 @@ def decode(machine: Machine, shape: HeadShape, num_requests: int, length: int) -
 
 
 def _flash_rows(machine: Machine, shape: HeadShape, base: Row, q: Tensor, num_bytes: int) -> Iterator[Row]:
-    """Rows of SGLang's flash attention; in fp8 a cache of half the bytes, whose row is no bf16 baseline."""
+    """Rows of what servers decode by; in fp8 a cache of half the bytes, whose row is no bf16 baseline."""
     if machine.smoke:
         return
     num_tokens = base["batch"] * base["length"]
-    for name, dtype in flash_rivals.NAMES.items():
+    for name, (dtype, load, runs) in flash_rivals.FLASH_RIVALS.items():
         share = 1 if dtype is None else 2
         times = times_of(machine, num_bytes / share)
         num_slots = max(num_tokens, min(times * num_tokens, 1 << 22))
         row = {**base, "pair": "K16V16" if dtype is None else "fp8", "kernel": name, "bytes": num_bytes // share}
         try:
-            kernel = flash_rivals.flash_kernel()
+            kernel = load()
         except Exception as error:  # the import of another package may raise anything
             yield {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
             continue
         slots = batch_of(machine, base["batch"], base["length"], num_slots, times).slots
-        yield timed(
-            machine, row, flash_rivals.by_flash, machine, kernel, shape, q, base["length"], slots, num_slots, dtype
-        )
+        yield timed(machine, row, runs, machine, kernel, shape, q, base["length"], slots, num_slots, dtype)
 
 
 def kernels_over(
