@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtuner.bench.client import Client
 from kvtuner.bench.hardware import Observer
@@ -14,11 +14,13 @@ from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from transformers import PreTrainedTokenizerBase
 
+    from kvtuner.bench.client import RequestResult
+    from kvtuner.bench.loads import Load
     from kvtuner.bench.server import ServerProcess
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.endpoint import Endpoint
@@ -85,6 +87,32 @@ def _running_requests(info: Mapping[str, Any]) -> int | None:
     states = info.get("internal_states") or [{}]
     per_rank = states[0].get("effective_max_running_requests_per_dp")
     return info.get("max_running_requests") if per_rank is None else int(per_rank) * int(info.get("dp_size") or 1)
+
+
+class Target(Protocol):
+    """What loads are sent to: a server, or what answers in this process."""
+
+    record: ServerRecord
+
+    @property
+    def client(self) -> LoadSender:
+        """What sends the requests of a load, and times them."""
+
+    def empty_prefix_cache(self) -> None:
+        """Empty the prefix cache, if there is one."""
+
+    def watching(self) -> AbstractContextManager[dict[str, float]]:
+        """The machine's usage while a block runs."""
+
+    def reason_gone(self) -> str | None:
+        """The reason why it answers no more; None where it does."""
+
+
+class LoadSender(Protocol):
+    """What sends a load."""
+
+    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
+        """Send all requests of a load; the results are in the order of prompts."""
 
 
 class LoadTarget:

@@ -17,7 +17,7 @@ from kvtuner.run_folder import RunFolder, canonical_json, sha256_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.bench.load_target import LoadTarget
+    from kvtuner.bench.load_target import Target
 
 JOURNAL: Final = "requests.jsonl"
 MEASUREMENT_VERSION: Final = 2
@@ -87,7 +87,7 @@ def replay(capacity: Capacity, work: BenchWork, *, server_key: str) -> SchemeRun
     return None if len(results) < len(loads) else SchemeRun(tuple(results), tuple(left_out))
 
 
-def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str) -> SchemeRun:
+def run_loads(target: Target, work: BenchWork, *, server_key: str, name: str) -> SchemeRun:
     """Send the loads that fit and were not sent before, and keep their results.
 
     Before the first load of a shape the same is sent once, unmeasured: kernels are compiled, memory is touched.
@@ -114,14 +114,14 @@ def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str
     return SchemeRun(tuple(results), tuple(left_out))
 
 
-def _warm_up(target: LoadTarget, work: BenchWork, load: Load) -> None:
+def _warm_up(target: Target, work: BenchWork, load: Load) -> None:
     output = min(load.output_tokens, MAX_WARM_UP_TOKENS)
     # A round of its own draws prompts of its own, so that the measured ones stay new to the server.
     short_load = replace(load, output_tokens=output, requests=load.in_flight, round=-1)
     target.client.send(short_load, work.prompts(short_load))
 
 
-def _measure(target: LoadTarget, load: Load, prompts: Sequence[Sequence[int]]) -> LoadResult:
+def _measure(target: Target, load: Load, prompts: Sequence[Sequence[int]]) -> LoadResult:
     started = time.perf_counter()
     target.empty_prefix_cache()
     send_started, cpu_started = time.perf_counter(), time.process_time()

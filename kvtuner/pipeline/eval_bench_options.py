@@ -233,6 +233,9 @@ class BenchOptions:
         type=names(),
         metavar="SCHEME[,...]",
     )
+    local: bool = option(
+        False, "answer in this process, by the local engine and by transformers' generate, without SGLang"
+    )
     ablation: bool = option(
         False, "bf16, best-uniform, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed"
     )
@@ -293,6 +296,8 @@ class BenchOptions:
         check_options(self)
         if self.levels and not self.ablation:
             raise EndpointError("--levels is for the quality of --ablation; add it, or run kvtuner eval")
+        if self.local:
+            self._refuse_flags_of_servers()
         if self.endpoint:
             self._refuse_flags_of_starts()
         elif self.ablation and self.against:
@@ -319,3 +324,8 @@ class BenchOptions:
                 raise EndpointError(f"--{flag} is for servers that are started here; leave out --endpoint")
         if self.against or self.ablation:
             raise EndpointError("--against and --ablation start servers; other endpoints are named, as in fp8=URL")
+
+    def _refuse_flags_of_servers(self) -> None:
+        for name in ("endpoint", "server_args", "start_timeout", "ablation"):
+            if getattr(self, name):
+                raise EndpointError(f"{_flag(name)} is for servers; leave out that or --local")

@@ -141,7 +141,7 @@ def test_the_command_refuses_them_before_a_server_is_started(
     profile = tmp_path / "profile.json"
     profile.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))
     monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)  # it need not be installed to refuse
-    monkeypatch.setattr("kvtuner.pipeline.benchmark.run_server", lambda *_: pytest.fail("a server is started"))
+    monkeypatch.setattr("kvtuner.pipeline.bench_session.run_server", lambda *_: pytest.fail("a server is started"))
     flags = ["--model", "demo", "--out", str(tmp_path / "run"), "--lengths", "1", "--repeats", "100000"]
     assert main(["bench", str(profile), *flags]) == 2
     assert "no two prompts may begin alike, and 100,000 of length 1 are asked for" in capsys.readouterr().err

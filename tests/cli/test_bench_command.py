@@ -75,6 +75,10 @@ def test_memory_of_the_copies_of_a_window_is_counted_before_a_server_starts(
         (("--server-args", "--api-key secret"), "--api-key cannot stand in --server-args"),
         (("--server-args", "'open"), "cannot be read: No closing quotation"),
         (("--against", "bf16"), "bf16 is asked twice"),
+        (("--local", "--endpoint", URL), "--endpoint is for servers; leave out that or --local"),
+        (("--local", "--server-args", "--tp 2"), "--server-args is for servers; leave out that or --local"),
+        (("--local", "--ablation"), "--ablation is for servers; leave out that or --local"),
+        (("--local", "--against", "fp8"), "--local stores a profile's rows or unquantized ones; leave out fp8"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(
