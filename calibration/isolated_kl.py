@@ -172,8 +172,7 @@ class _Measurement:
             del self.runs[place]
         for place in dict.fromkeys(place for place, _ in items):
             if place not in self.runs:
-                prompt_limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in self.runs.values())
-                self.runs[place] = self._run_exactly(self.batches[place], prompt_limit, KEPT_BYTES // len(items))
+                self.runs[place] = self._run_exactly(self.batches[place], KEPT_BYTES // len(items))
         missing = [(place, candidate) for place, layer in items for candidate in self._missing((place, layer))]
 
         def kl_sum(work: tuple[int, Candidate]) -> float | None:
@@ -204,8 +203,8 @@ class _Measurement:
     def _record(self, place: int, candidate: Candidate) -> Mapping[str, Any] | None:
         return self.journal.known((self.batches[place].index, candidate))
 
-    def _run_exactly(self, batch: Batch, prompt_limit: int, kept_limit: int) -> _ExactRun:
-        prompt, trace = run_prompt(self.chain, batch, self.plan.split, prompt_limit)
+    def _run_exactly(self, batch: Batch, kept_limit: int) -> _ExactRun:
+        prompt, trace = run_prompt(self.chain, batch, self.plan.split, PROMPT_BYTES)
         scored = trace.final[:, self.plan.split - prompt.num_tokens :]
         return _ExactRun(batch, prompt, trace, Reference(self.chain, scored, kept_limit))
 

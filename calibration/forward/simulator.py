@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.forward.continuation import PROMPT_BYTES, Prompt, run_prompt
+from kvtuner.calibration.forward.continuation import PROMPT_BYTES, Prompt, prompt_bytes, run_prompt
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.forward.shared_layers import SharedLayers
@@ -16,7 +16,7 @@ from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, 
 from kvtuner.precision import NO_WINDOW, ExactWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
@@ -95,38 +95,53 @@ class Simulator:
     """
 
     def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, *, reuse: bool = False) -> None:
-        """Run the exact model over `batches`.
+        """Measure on `batches`, over each of which the exact model runs when it is first needed.
 
         With `reuse` the first layers that a configuration has in common with one that was measured do not run again;
         the results are the same. It takes up to `REUSE_BYTES`.
+        """
+        self.chain = chain
+        self.plan = plan
+        self.num_at_once = num_workers(chain.model)
+        self.batches = list(batches)
+        self._kept_limit = KEPT_BYTES // len(self.batches)
+        self._reuse_limit = REUSE_BYTES // len(self.batches) if reuse else 0
+        self._prepared: dict[int, PreparedBatch] = {}
+
+    @property
+    def prepared_batches(self) -> Collection[int]:
+        """The places of the batches that the exact model has run over."""
+        return self._prepared.keys()
+
+    def prepare(self, places: Sequence[int] | None = None) -> list[PreparedBatch]:
+        """The batches at some places, of all by default, with what their runs share.
 
         Raises:
             NonFiniteActivationError: The model gives NaN or infinity; names the layer.
         """
-        self.chain = chain
-        self.plan = plan
-        self._workers = num_workers(chain.model)
-        batches = list(batches)
-        reuse_limit = REUSE_BYTES // len(batches) if reuse else 0
-        self.prepared: list[PreparedBatch] = []
-        for batch in batches:
-            self.prepared.append(self._prepare(batch, KEPT_BYTES // len(batches), reuse_limit))
+        places = range(len(self.batches)) if places is None else places
+        missing = [place for place in places if place not in self._prepared]
+        for place, item in zip(missing, run_in_parallel(self._prepare, missing, self.num_at_once), strict=True):
+            self._prepared[place] = item
+        return [self._prepared[place] for place in places]
 
-    def _prepare(self, batch: Batch, kept_limit: int, reuse_limit: int) -> PreparedBatch:
-        prompt_limit = PROMPT_BYTES - sum(item.prompt.num_bytes for item in self.prepared)
-        prompt, trace = run_prompt(self.chain, batch, self.plan.split, prompt_limit)
-        final = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
-        reference = Reference(self.chain, final, kept_limit)
-        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(reuse_limit))
+    def _prepare(self, place: int) -> PreparedBatch:
+        batch, split = self.batches[place], self.plan.split
+        # Whether a prompt is kept, which rounds otherwise, must not depend on what else was prepared.
+        before = sum(prompt_bytes(self.chain, other, split) for other in self.batches[:place])
+        prompt, trace = run_prompt(self.chain, batch, split, PROMPT_BYTES - before)
+        final = trace.final[:, split - prompt.num_tokens :].clone()
+        reference = Reference(self.chain, final, self._kept_limit)
+        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(self._reuse_limit))
 
     def measure(
         self,
         specs: Mapping[int, LayerSpec],
         on_batch: Callable[[int], None] | None = None,
         *,
-        batches: slice = slice(None),
+        places: Sequence[int] | None = None,
     ) -> TokenScores:
-        """Scores of all sequences, or of those of some of `prepared`, one at least, [num_sequences, scored tokens].
+        """Scores of the sequences of all batches, or of those at some places, [num_sequences, scored tokens].
 
         Layers that are not in `specs` stay exact. `on_batch` is called with the number of tokens after each batch.
         """
@@ -137,8 +152,8 @@ class Simulator:
             return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
 
         parts = []
-        items = self.prepared[batches]
-        for item, part in zip(items, run_in_parallel(score, items, self._workers), strict=True):
+        items = self.prepare(places)
+        for item, part in zip(items, run_in_parallel(score, items, self.num_at_once), strict=True):
             parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)
@@ -148,7 +163,7 @@ class Simulator:
             torch.cat([part.nll for part in parts]),
         )
 
-    def broken_layer(self, specs: Mapping[int, LayerSpec], *, batches: slice = slice(None)) -> int | None:
+    def broken_layer(self, specs: Mapping[int, LayerSpec], *, places: Sequence[int] | None = None) -> int | None:
         """The first layer that puts out NaN or infinity, None if none does; runs all layers for it."""
         broken: list[int] = []
 
@@ -156,7 +171,7 @@ class Simulator:
             if not bool(torch.isfinite(hidden).all()):
                 broken.append(layer_id - 1)
 
-        for item in self.prepared[batches]:
+        for item in self.prepare(places):
             hook = item.prompt.before(quantized_attention(specs, self.plan))
             final = self.chain.run(item.embedded, item.calls, hook, on_input=look)
             look(len(self.chain.layers), final)

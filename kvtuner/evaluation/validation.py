@@ -14,9 +14,10 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cells import MeanScores
 from kvtuner.journal import Journal
 from kvtuner.precision import PrecisionPair
+from kvtuner.workers.work_queue import share_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvtuner.calibration.batches import Offsets
     from kvtuner.calibration.forward.simulator import Simulator
@@ -104,30 +105,45 @@ def uniform_pairs(widths: Collection[int]) -> tuple[PrecisionPair, ...]:
 
 
 class Validator:
-    """Measures schemes on the report split; a result is journalled and never measured twice.
+    """Measures schemes on the report split, with other workers; a result is journalled and never measured twice.
 
     The identity is the hash of everything that decides a result besides scheme and offsets.
     """
 
     def __init__(self, bench: Workbench, folder: RunFolder, identity: str) -> None:
-        self._bench = bench
+        self._bench, self._folder, self._identity = bench, folder, identity
         self._journal = Journal(folder, JOURNAL, identity, itemgetter("offsets", "key"))
         self._simulators: dict[Offsets, Simulator] = {}
 
+    def measure_all(
+        self, jobs: Sequence[tuple[CacheScheme, Offsets]], on_done: Callable[[object], object] | None = None
+    ) -> None:
+        """Measure schemes at kinds of offsets, or look them up, with other workers; `on_done` is called for each."""
+        schemes = {scheme.key: scheme for scheme, _ in jobs}
+
+        def measure(items: Sequence[tuple[Offsets, str]]) -> None:
+            for offsets, key in items:
+                self._measure(schemes[key], offsets)
+
+        keys = [(offsets, scheme.key) for scheme, offsets in jobs]
+        share_keys(self._folder, self._journal, JOURNAL, keys, measure, on_done, group_of=itemgetter(0))
+
     def measure(self, scheme: CacheScheme, offsets: Offsets) -> SequenceSums:
-        """Measure one scheme at one kind of offsets, or look it up; `NonFiniteActivationError` is not journalled."""
-        record = self._journal.get((offsets, scheme.key))
-        if record is not None:
-            sums = record["sums"]
-            return SequenceSums(**{name: tuple(sums[name]) for name in sums if name != "kl_p99"}, kl_p99=sums["kl_p99"])
-        if offsets not in self._simulators:
-            self._simulators[offsets] = self._bench.simulator("report", offsets)
-        scores = self._simulators[offsets].measure(scheme.specs)
-        if not bool(torch.isfinite(scores.kl).all()):
+        """Measure one scheme, or look it up; a `NonFiniteActivationError` where its KL is no number."""
+        self.measure_all([(scheme, offsets)])
+        record = self._journal.record((offsets, scheme.key))
+        if record["sums"] is None:
             raise NonFiniteActivationError(
                 f"the KL of every token must be finite, but {scheme.name} has NaN or infinity at {offsets} position"
                 " offsets of the report split; run the model in a wider dtype"
             )
-        measured = SequenceSums.of(scores)
-        self._journal.append({"offsets": offsets, "key": scheme.key, "sums": asdict(measured)})
-        return measured
+        sums = record["sums"]
+        return SequenceSums(**{name: tuple(sums[name]) for name in sums if name != "kl_p99"}, kl_p99=sums["kl_p99"])
+
+    def _measure(self, scheme: CacheScheme, offsets: Offsets) -> None:
+        if offsets not in self._simulators:
+            self._simulators[offsets] = self._bench.simulator("report", offsets)
+        scores = self._simulators[offsets].measure(scheme.specs)
+        is_finite = bool(torch.isfinite(scores.kl).all())
+        sums = asdict(SequenceSums.of(scores)) if is_finite else None
+        self._journal.append({"offsets": offsets, "key": scheme.key, "sums": sums})

@@ -11,7 +11,7 @@ from kvtuner.exported_configs.profile.build import write_profile
 from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
-from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
+from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
@@ -148,16 +148,17 @@ def _search_targets(
     results = []
     for target, member in zip(targets, family, strict=True):
         outcome = budget_search.winner(target, member, uniform_kl)
-        with run.folder.lock("finish.lock", waiting="another worker validates"), run.phases.phase("validation"):
-            result = _finish(run, target, outcome, validator)
+        with run.phases.phase("validation"):
+            comparison = BaselineComparison(run, outcome, validator)
+        with run.folder.lock("finish.lock", waiting="another worker writes the results"):
+            result = _finish(run, target, comparison)
         if on_result is not None:
             on_result(result)
         results.append(result)
     return results
 
 
-def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, validator: Validator) -> SearchResult:
-    comparison = BaselineComparison(run, outcome, validator)
+def _finish(run: SearchRun, target: SearchTarget, comparison: BaselineComparison) -> SearchResult:
     quality = comparison.quality()
     profile = make_profile(comparison, quality, command=search_command(run.options))
     file = run.folder.file(target.profile_file)
@@ -168,5 +169,5 @@ def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, valida
     folder.create()
     folder.write_checked(DATA_FILE, data.to_json())
     page = write_search_report(data, folder.path) if run.options.report else None
-    run.folder.log("profile", file=file.name, digest=profile.digest, asked=outcome.asked)
+    run.folder.log("profile", file=file.name, digest=profile.digest, asked=comparison.outcome.asked)
     return SearchResult(profile, file, page, data, dict(run.phases.passes))

@@ -7,6 +7,7 @@ that is lost costs nothing but work that is done twice.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from itertools import islice
@@ -33,6 +34,7 @@ class Claims:
         self._position = 0
         self._owners: dict[str, str] = {}
         self._heard: dict[str, float] = {}
+        self._beaten = -math.inf
 
     def take(self, items: Iterable[str], most: int = 1) -> list[str]:
         """Claim the first `most` of the items that no living worker has, whatever other workers do meanwhile.
@@ -53,22 +55,27 @@ class Claims:
 
     def held_by_others(self) -> set[str]:
         """The items that other living workers have claimed, as far as this process has read."""
-        records, self._position = self._folder.records_after(CLAIMS, self._position)
-        for record in records:
-            self._count(record)
+        self._read()
         lost = {worker for worker in set(self._owners.values()) if not self._lives(worker)}
         return {item for item, owner in self._owners.items() if owner != self._worker and owner not in lost}
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other living worker has shown itself."""
+        self._read()
+        return not any(self._lives(worker) for worker in self._heard if worker != self._worker)
+
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Show workers on other machines that this one lives, for as long as the context is open."""
+        """Show other workers that this one lives, from now on and for as long as the context is open."""
+        if time.monotonic() - self._beaten > worker_identity.HEARTBEAT_S:
+            self._beat()
         stop = threading.Event()
 
         def beat() -> None:
             while not stop.wait(worker_identity.HEARTBEAT_S):
-                # A folder that cannot be written now may be at the next beat.
-                with contextlib.suppress(RunFolderError), self._folder.exclusive(CLAIMS) as log:
-                    log.append({"item": None, "worker": self._worker, "time": time.time()})
+                with contextlib.suppress(RunFolderError):  # a folder that is full now may not be at the next beat
+                    self._beat()
 
         thread = threading.Thread(target=beat, name="kvtuner-claims", daemon=True)
         thread.start()
@@ -77,6 +84,16 @@ class Claims:
         finally:
             stop.set()
             thread.join()
+
+    def _beat(self) -> None:
+        with self._folder.exclusive(CLAIMS) as log:
+            log.append({"item": None, "worker": self._worker})
+        self._beaten = time.monotonic()
+
+    def _read(self) -> None:
+        records, self._position = self._folder.records_after(CLAIMS, self._position)
+        for record in records:
+            self._count(record)
 
     def _count(self, record: dict[str, Any]) -> None:
         item, worker = record["item"], record["worker"]

@@ -43,18 +43,20 @@ class WorkQueue(Generic[WorkItem]):
         group_of: Callable[[WorkItem], Hashable] = lambda _: None,
         held_groups: Collection[Hashable] = (),
         at_once: int = 1,
+        at_once_alone: int | None = None,
     ) -> None:
         """Share items that are equal where their kind, identity and keys, plain JSON values, are.
 
-        `refresh` reads what was journalled since, for `is_done`; `measure` gets at most `at_once` items and journals
-        their results. Of items whose group shares preparation those
-        are taken first whose group is among `held_groups`, which this process has prepared, then those whose group
-        nobody else works on.
+        `refresh` reads what was journalled since, for `is_done`. `measure` gets at most `at_once` items, or
+        `at_once_alone` while there is no other worker, and journals their results. Items of a group share preparation:
+        those of `held_groups`, which this process has prepared, are taken first, and those of a group that others work
+        on last.
         """
         self._claims = Claims(folder)
         self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
         self._refresh, self._is_done, self._measure, self._key_of = refresh, is_done, measure, key_of
-        self._group_of, self._held_groups, self._at_once = group_of, held_groups, at_once
+        self._group_of, self._held_groups = group_of, held_groups
+        self._at_once, self._at_once_alone = at_once, at_once_alone or at_once
 
     def finish(
         self,
@@ -77,17 +79,23 @@ class WorkQueue(Generic[WorkItem]):
         with self._claims.beating():
             wait = FIRST_POLL_S
             while left:
-                if self._take_some(left) or (meanwhile is not None and meanwhile()):
+                if self.take_some(left) or (meanwhile is not None and meanwhile()):
                     wait = FIRST_POLL_S
                 else:
                     time.sleep(wait)
                     wait = min(2 * wait, LONGEST_POLL_S)
                 left = self._without_done(left, on_done)
 
-    def _take_some(self, left: Mapping[WorkItem, None]) -> bool:
-        """Take items and do them; False where others have all."""
-        texts = {self._text_of(item): item for item in self._in_order(left)}
-        taken = self._claims.take(texts, self._at_once)
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other living worker has shown itself in the run folder."""
+        return self._claims.is_alone
+
+    def take_some(self, left: Collection[WorkItem]) -> bool:
+        """Take and do items that are not done and that nobody has; False where there are none."""
+        ordered = self._in_order([item for item in left if not self._is_done(item)])
+        texts = {self._text_of(item): item for item in ordered}
+        taken = self._claims.take(texts, self._at_once_alone if self.is_alone else self._at_once) if texts else []
         if taken:  # another worker may have done one, and ended, after it was looked up
             self._refresh()
         missing = [texts[text] for text in taken if not self._is_done(texts[text])]
@@ -99,7 +107,7 @@ class WorkQueue(Generic[WorkItem]):
                 raise
         return bool(taken)
 
-    def _in_order(self, left: Mapping[WorkItem, None]) -> list[WorkItem]:
+    def _in_order(self, left: Collection[WorkItem]) -> list[WorkItem]:
         held = self._claims.held_by_others()
         busy = {self._group_of(item) for item in left if self._text_of(item) in held} - {None}
 
@@ -131,8 +139,15 @@ def share_keys(
     kind: str,
     keys: Sequence[WorkItem],
     measure: Callable[[Sequence[WorkItem]], None],
+    on_done: Callable[[WorkItem], object] | None = None,
+    *,
+    group_of: Callable[[WorkItem], Hashable] = lambda _: None,
+    meanwhile: Callable[[], bool] | None = None,
 ) -> None:
-    """Have a record of every key in the journal, one at a time; `measure` appends those of the keys that it gets."""
+    """Have a record of every key in the journal, one at a time; `measure` appends those of the keys that it gets.
+
+    The rest is as in `WorkQueue`.
+    """
     WorkQueue[WorkItem](
         folder,
         kind,
@@ -140,4 +155,5 @@ def share_keys(
         refresh=journal.refresh,
         is_done=lambda key: journal.known(key) is not None,
         measure=measure,
-    ).finish(keys)
+        group_of=group_of,
+    ).finish(keys, on_done=on_done, meanwhile=meanwhile)

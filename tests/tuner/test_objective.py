@@ -16,6 +16,7 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.search_spaces.space import LayerChoice
 from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL, configuration_key
+from kvtuner.workers.work_claims import Claims
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,22 +36,24 @@ class Simulated:
     """Gives every configuration its KLs by sequence, and counts the sequences run; batches hold one or more."""
 
     def __init__(self, kls: Mapping[int, Sequence[float]], batch_size: int = 1) -> None:
-        self.kls, self.run, self.calls = kls, 0, 0
+        self.kls, self.run, self.calls, self.stages = kls, 0, 0, list[int]()
         size = len(next(iter(kls.values())))
         rows = [range(first, min(first + batch_size, size)) for first in range(0, size, batch_size)]
-        self.prepared = [SimpleNamespace(batch=SimpleNamespace(input_ids=part)) for part in rows]
+        self.batches = [SimpleNamespace(input_ids=part) for part in rows]
+        self.prepared_batches, self.num_at_once = range(len(rows)), 1
 
-    def measure(self, specs: Mapping[int, Any], *, batches: slice) -> Any:
+    def measure(self, specs: Mapping[int, Any], *, places: Sequence[int]) -> Any:
         bits = 16 if specs[0].k is None else specs[0].k.bits
-        rows = [index for item in self.prepared[batches] for index in item.batch.input_ids]
+        rows = [index for place in places for index in self.batches[place].input_ids]
         assert rows
         self.calls += 1
+        self.stages.append(len(rows))
         self.run += len(rows)
         kl = torch.tensor([self.kls[bits][row] for row in rows], dtype=torch.float64)
         return SimpleNamespace(kl=kl.unsqueeze(1).expand(-1, 3))
 
-    def broken_layer(self, specs: Mapping[int, Any], *, batches: slice) -> int | None:
-        return next(iter(specs)) if any(item.batch.input_ids for item in self.prepared[batches]) else None
+    def broken_layer(self, specs: Mapping[int, Any], *, places: Sequence[int]) -> int | None:
+        return next(iter(specs)) if len(places) == 1 else None
 
 
 class Table:
@@ -60,6 +63,7 @@ class Table:
 
 
 def objective(simulator: Simulated, folder: RunFolder, identity: str = "mine") -> MeasuredKL:
+    folder.create()
     return MeasuredKL(cast("Any", simulator), cast("Any", Table), QuantizationOptions(), folder, identity)
 
 
@@ -117,18 +121,20 @@ def test_a_race_ends_once_one_is_clearly_worse(losers: list[float], num_run: int
 def test_a_race_of_few_sequences_has_fewer_stages(num_sequences: int, ends: list[int], tmp_path: Path) -> None:
     even = {16: [1.0] * num_sequences, 8: [1.0] * num_sequences}
     folder = RunFolder(tmp_path)
-    objective(Simulated(even), folder).against(LOSER, WINNER)
-    stages = [(record["first"], len(record["kl"])) for record in folder.records(JOURNAL)]
-    starts = [0, *ends[:-1]]
-    assert stages == [(0, num_sequences), *((start, end - start) for start, end in zip(starts, ends, strict=True))]
+    simulator = Simulated(even)
+    objective(simulator, folder).against(LOSER, WINNER)
+    batches = [record["batch"] for record in folder.records(JOURNAL)]
+    assert batches == [*range(num_sequences), *range(num_sequences)]
+    assert simulator.stages == [num_sequences, *(b - a for a, b in zip([0, *ends[:-1]], ends, strict=True))]
 
 
-def test_what_other_stages_have_left_is_used_as_far_as_it_reaches_whole_stages(tmp_path: Path) -> None:
+def test_what_another_worker_has_left_is_used(tmp_path: Path) -> None:
     folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]})
     name = configuration_key(WINNER)
-    folder.append(JOURNAL, {"identity": "mine", "configuration": name, "first": 0, "kl": [1.0, 2.0, 3.0, 4.0]})
+    lines = [{"identity": "mine", "configuration": name, "batch": place, "kl": [place + 1.0]} for place in (0, 3)]
+    folder.append(JOURNAL, *lines)
     assert objective(simulator, folder)(WINNER) == objective(simulator, folder)(WINNER) == 3.5
-    assert simulator.run == 3
+    assert simulator.run == 4
 
 
 def test_batches_are_never_split_by_a_race(tmp_path: Path) -> None:
@@ -146,25 +152,47 @@ def test_what_a_damaged_line_held_is_measured_again(tmp_path: Path) -> None:
     folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 12, 8: [1.3] * 2 + [0.9] * 10})
     value = objective(simulator, folder).against(LOSER, WINNER)
     lines = folder.file(JOURNAL).read_text().splitlines(keepends=True)
-    assert len(lines) == 5, "the winner, and the loser in four stages"
-    folder.file(JOURNAL).write_text(lines[0] + lines[1] + lines[3] + lines[4])
+    assert len(lines) == 24
+    folder.file(JOURNAL).write_text("".join(lines[:5] + lines[6:20] + lines[21:]))
     simulator.run = 0
     assert objective(simulator, folder).against(LOSER, WINNER) == value
-    assert simulator.run == 10
+    assert simulator.run == 2
 
 
 def test_a_race_that_meets_no_number_is_an_error_that_keeps_what_was_measured(tmp_path: Path) -> None:
     folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 12, 8: [1.0] * 2 + [math.nan] + [1.0] * 9})
     with pytest.raises(NonFiniteActivationError, match="is nan"):
         objective(simulator, folder).against(LOSER, WINNER)
-    assert [(r["first"], r["kl"]) for r in folder.records(JOURNAL)] == [(0, [1.0] * 12), (0, [1.0, 1.0])]
+    kept = [(r["batch"], r["kl"]) for r in folder.records(JOURNAL)]
+    assert kept == [*((place, [1.0]) for place in (*range(12), 0, 1)), (2, None), (3, [1.0])]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_kl_that_is_not_finite_is_an_error_and_is_not_journalled(value: float, tmp_path: Path) -> None:
+def test_a_kl_that_is_not_finite_is_an_error_that_is_not_measured_again(value: float, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    measured = objective(Simulated({16: [value]}), folder)
-    with pytest.raises(NonFiniteActivationError, match=rf"must be finite, but is {value} from layer 0 on \(K16V16\)"):
-        measured(WINNER)
-    assert measured.num_sequences == 0
-    assert not folder.file(JOURNAL).exists()
+    simulator = Simulated({16: [value]})
+    for measured in (objective(simulator, folder), objective(simulator, folder)):
+        message = rf"must be finite, but is {value} from layer 0 on \(K16V16\)"
+        with pytest.raises(NonFiniteActivationError, match=message):
+            measured(WINNER)
+        assert measured.num_sequences == 0
+    assert simulator.run == 1
+
+
+def test_another_worker_helps_with_what_is_asked_for(tmp_path: Path) -> None:
+    folder, kls = RunFolder(tmp_path), {16: [1.0] * 6, 8: [2.0] * 6}
+    asking, helping = Simulated(kls), Simulated(kls)
+    helper = objective(helping, folder)
+    helper._queue._claims = Claims(folder, "another machine|1|1")
+    helper._queue._claims.take(["anything"])  # shows itself
+    assert not helper.help(), "nothing is asked for yet"
+    plain = asking.measure
+
+    def measure(specs: Mapping[int, Any], *, places: Sequence[int]) -> Any:
+        assert helper.help()
+        return plain(specs, places=places)
+
+    asking.measure = measure  # type: ignore[method-assign]
+    assert objective(asking, folder)(LOSER) == 2.0
+    assert (asking.run, helping.run) == (3, 3)
+    assert not helper.help()

@@ -177,7 +177,8 @@ def test_an_interrupted_trial_is_measured_on_resume(space: SearchSpace, constrai
 def test_a_worker_elsewhere_that_falls_silent_is_given_up(
     space: SearchSpace, constraint: Constraint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
 ) -> None:
-    monkeypatch.setattr(worker_identity, "GRACE_S" if is_queued else "UNNAMED_GRACE_S", 0.3)
+    monkeypatch.setattr(worker_identity, "GRACE_S", 0.3)
+    monkeypatch.setattr(liveness, "UNNAMED_GRACE_S", 0.3)
     url = f"sqlite:///{tmp_path}/study.db"
     refine(
         space,

@@ -176,9 +176,11 @@ def _measure_all(
     run: SearchRun, validator: Validator, needed: Sequence[CacheScheme], others: Sequence[CacheScheme]
 ) -> dict[str, dict[Offsets, SequenceSums]]:
     """Results by key of scheme, without those of `others` whose KL is not finite, which it says."""
-    measured: dict[str, dict[Offsets, SequenceSums]] = {scheme.key: {} for scheme in (*needed, *others)}
     jobs = [(scheme, offsets) for offsets in OFFSETS for scheme in (*needed, *others)]
-    for scheme, offsets in ProgressBar(jobs, desc="validation"):
+    with ProgressBar(total=len(jobs), desc="validation") as bar:
+        validator.measure_all(jobs, lambda _: bar.update())
+    measured: dict[str, dict[Offsets, SequenceSums]] = {scheme.key: {} for scheme in (*needed, *others)}
+    for scheme, offsets in jobs:
         if scheme.key in measured:
             try:
                 measured[scheme.key][offsets] = validator.measure(scheme, offsets)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import NonFiniteActivationError
+from kvtuner.journal import Journal
 from kvtuner.pipeline.progress import say
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.search_text import refinement_text
@@ -24,6 +25,7 @@ from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url
 from kvtuner.tuner.warm_starts import warm_starts
+from kvtuner.workers.work_queue import share_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from kvtuner.tuner.trials import TrialRecord
 
 STUDY_FILE: Final = "study.db"
+REFINEMENTS: Final = "refinements.jsonl"
+"""The refinements that have ended: until then one worker proposes trials, and the others measure them with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,10 @@ class BudgetSearch:
 
     def uniform_table(self) -> dict[PrecisionPair, float]:
         """Measured KL of every uniform pair, nats per token; without those whose KL is not finite, which it says."""
-        measured = {}
-        for pair, configuration in ProgressBar(self.uniforms().items(), desc="uniform K x V"):
+        measured, uniforms = {}, self.uniforms()
+        with ProgressBar(desc="uniform K x V", total=self.objective.num_batches * len(uniforms)) as bar:
+            self.objective.measure_all(list(uniforms.values()), lambda _: bar.update())
+        for pair, configuration in uniforms.items():
             try:
                 measured[pair] = self.objective(configuration)
             except NonFiniteActivationError as error:
@@ -125,7 +131,7 @@ class BudgetSearch:
         exact = member or solve(space, constraint)
         warm = [exact] if member else self._warm_starts(space, constraint)
         with self.run.phases.phase(f"refinement {target.asked}"):
-            study = self._refine(target, constraint, space, warm)
+            study = self._refine_by_one(target, constraint, space, warm)
             winner, gain = self.chosen(exact, study)
         say(f"refinement {target.asked}: {refinement_text(gain) if gain else 'the exact solution has no finite KL'}")
         return SearchOutcome(
@@ -170,12 +176,33 @@ class BudgetSearch:
             limit = min(limit, POPULATION_SIZE)
         return warm_starts(space, constraint, list(self.uniforms().values()), limit)
 
+    def _refine_by_one(
+        self, target: SearchTarget, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
+    ) -> StudyResult:
+        """The refinement, whose trials one worker proposes and all of them measure.
+
+        So its trials are the same however many workers there are. If that worker ends, another one goes on.
+        """
+        options, studies = self.run.options, list[StudyResult]()
+        identity = sha256_of([options.storage, options.refinement_trials, self._identity(target)])
+        ended = Journal(self.run.folder, REFINEMENTS, identity)
+
+        def propose(keys: Sequence[str]) -> None:
+            studies.append(self._refine(target, constraint, space, warm))
+            ended.append(*({"key": key} for key in keys))
+
+        share_keys(self.run.folder, ended, REFINEMENTS, [target.name], propose, meanwhile=self.objective.help)
+        return studies[0] if studies else self._refine(target, constraint, space, warm)
+
+    def _identity(self, target: SearchTarget) -> dict[str, Any]:
+        """What the trials of a study must have in common: workers that share a storage count one another's."""
+        return {"measurements": sha256_of(self.run.table.identity), **target.identity}
+
     def _refine(
         self, target: SearchTarget, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
     ) -> StudyResult:
         options = self.run.options
-        # Workers that share a storage must search for the same thing, or they would count one another's trials.
-        identity = {"measurements": sha256_of(self.run.table.identity), **target.identity}
+        identity = self._identity(target)
         storage = options.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
         with ProgressBar(total=options.refinement_trials, desc=f"refine {target.asked}", unit="trial") as bar:
 

@@ -143,7 +143,7 @@ def test_the_host_agrees_with_the_tuners_simulation(
     simulator = Simulator(bench.chain, bench.batches("select", "small"), plan)
     profile = profile_of(demo.model.config, layers)
     apart, own, agree = [], [], []
-    for item in simulator.prepared:
+    for item in simulator.prepare():
         simulated = bench.chain.run(item.embedded, item.calls, item.prompt.before(quantized_attention(specs, plan)))
         simulated = simulated[:, plan.split - item.prompt.num_tokens :]
         cache = KVTunerCache.from_profile(profile, demo.model.config, read_plan=name)

@@ -85,9 +85,9 @@ def test_sequences_whose_prompt_is_not_kept_are_measured_alike(
     chain, plan = chain_of("qwen2-bias"), ReadPlan(name, 0 if name == "cache" else SPLIT)
     specs = {0: LayerSpec(QuantSpec(8), QuantSpec(4)), 1: LayerSpec(QuantSpec(4), QuantSpec(8))}
     kept = Simulator(chain, random_batches(3, TOKENS), plan)
-    monkeypatch.setattr(simulator, "PROMPT_BYTES", num_kept * kept.prepared[0].prompt.num_bytes)
+    monkeypatch.setattr(simulator, "PROMPT_BYTES", num_kept * kept.prepare()[0].prompt.num_bytes)
     partly = Simulator(chain, random_batches(3, TOKENS), plan)
-    tokens = [item.prompt.num_tokens for item in partly.prepared]
+    tokens = [item.prompt.num_tokens for item in partly.prepare()]
     assert tokens == [plan.split] * num_kept + [0] * (3 - num_kept)
     expected, found = kept.measure(specs), partly.measure(specs)
     assert found.kl.shape == expected.kl.shape == (3, TOKENS - plan.split)
@@ -120,9 +120,9 @@ def test_a_deep_model_in_bfloat16_is_measured_with_its_prompts_or_whole(
     assert (simulator.measure({}).kl == 0).all()
     spec = LayerSpec(QuantSpec(2), QuantSpec(2))
     assert simulator.kl(dict.fromkeys(range(32), spec)) > 0
-    assert simulator.prepared[0].prompt.num_bytes in (
+    assert simulator.prepare()[0].prompt.num_bytes in (
         0,
-        prompt_bytes(simulator.chain, simulator.prepared[0].batch, SPLIT),
+        prompt_bytes(simulator.chain, simulator.prepare()[0].batch, SPLIT),
     )
 
 

@@ -116,6 +116,7 @@ def test_a_simulation_gives_the_same_bits_on_one_thread_and_on_two_workers(
     for count in (1, 2):
         threads(count)
         simulator = Simulator(chain, random_batches(5, 24), ReadPlan("decode", 6))
+        simulator.prepare()
         before = chain.count.layer_tokens
         found.append(simulator.measure(specs, progress.append))
         assert chain.count.layer_tokens - before == chain.geometry.num_layers * 5 * 18

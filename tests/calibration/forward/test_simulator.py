@@ -165,7 +165,7 @@ def test_a_cache_of_16_bits_does_not_diverge_at_all(
         assert (scores.kl == 0).all()
         assert (scores.agree == 1).all()
         assert simulator.kl(specs) == 0.0
-    for item in simulator.prepared:  # nor does a run of it
+    for item in simulator.prepare():  # nor does a run of it
         run = chain.run(item.embedded, item.calls, item.prompt.before(simulate.quantized_attention({}, simulator.plan)))
         assert torch.equal(run[:, simulator.plan.split - item.prompt.num_tokens :], item.reference.final)
 
@@ -226,6 +226,7 @@ def test_layers_that_configurations_begin_with_alike_run_once_and_results_are_th
     alike = [first, {**first, 3: other[3]}, {**first, 1: other[1]}, {**other, 0: first[0]}, {0: first[0]}, first]
     plain, sharing = Simulator(chain, batches, plan), Simulator(chain, batches, plan, reuse=True)
     expected = [plain.measure(specs) for specs in alike]
+    sharing.prepare()
     before = chain.count.layer_tokens
     found = []
     layers_run = []
@@ -244,6 +245,7 @@ def test_configurations_of_other_objects_share_nothing(
 ) -> None:
     chain = chain_of("llama-gqa")
     simulator = Simulator(chain, random_batches(1, TOKENS), plan_of("decode"), reuse=True)
+    simulator.prepare()
     for bits in (2, 4, 2):
         before = chain.count.layer_tokens
         simulator.measure(different(3, bits))
@@ -260,8 +262,8 @@ def test_shared_layers_are_kept_within_their_bytes(
     common, rest = different(3, 2), different(3, 4)
     for specs in (common, rest, {**rest, 0: common[0]}):
         simulator.measure(specs)
-        assert [item.shared.num_bytes for item in simulator.prepared] == [2 * state] * 2
-    assert all(item.shared.num_bytes == 0 for item in Simulator(chain, batches, plan_of("decode")).prepared)
+        assert [item.shared.num_bytes for item in simulator.prepare()] == [2 * state] * 2
+    assert all(item.shared.num_bytes == 0 for item in Simulator(chain, batches, plan_of("decode")).prepare())
 
 
 def test_measuring_again_gives_the_same_bits(
@@ -288,6 +290,7 @@ def test_progress_is_told_in_tokens_and_work_in_forwards(
 ) -> None:
     chain, progress = chain_of("llama-gqa"), []
     simulator = Simulator(chain, random_batches(3, TOKENS, batch_size=2), plan_of("decode"))
+    simulator.prepare()
     before = chain.count.layer_tokens
     scores = simulator.measure(uniform((4, 4), 3), progress.append)
     assert progress == [2 * TOKENS, TOKENS]
@@ -312,12 +315,12 @@ def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
 ) -> None:
     (batch,) = random_batches(1, TOKENS)
     chain = chain_over(make_model("llama-gqa"))
-    Simulator(chain, [batch], plan_of("decode"))
+    Simulator(chain, [batch], plan_of("decode")).prepare()
     with torch.no_grad():
         row = batch.input_ids[0, 0] if weight == "embed_tokens" else 3  # a token of the prompt, not scored itself
         chain.model.model.get_submodule(weight).weight[row] = torch.nan
     with pytest.raises(NonFiniteActivationError, match=message):
-        Simulator(chain, [batch], plan_of("decode"))
+        Simulator(chain, [batch], plan_of("decode")).prepare()
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
@@ -340,7 +343,7 @@ def test_the_layer_that_a_configuration_breaks_is_told(
     chain.run_layer = overflowing  # type: ignore[method-assign]
     assert simulator.broken_layer(specs) == broken
     inputs.clear()
-    assert simulator.broken_layer(specs, batches=slice(0, 1)) is None
+    assert simulator.broken_layer(specs, places=[0]) is None
 
 
 def test_reading_back_quantizes_each_token_and_head_alone() -> None:
@@ -369,7 +372,7 @@ def test_two_states_per_token_are_kept_and_of_a_small_vocabulary_its_logarithms(
     peaks = {}
     for num_sequences in (4, 12):
         batches = random_batches(num_sequences, tokens)
-        peaks[num_sequences] = peak_bytes(partial(Simulator, chain, batches, plan_of("decode")))
+        peaks[num_sequences] = peak_bytes(Simulator(chain, batches, plan_of("decode")).prepare)
     kept_tokens = tokens + tokens - SPLIT
     row = 4 * chain.vocab_size + 8 if kept else 0
     assert peaks[12] - peaks[4] <= 8 * (1.03 * kept_tokens * width * 4 + (tokens - SPLIT) * row)
@@ -391,6 +394,7 @@ def test_a_run_holds_no_more_states_than_can_be_kept(
     for depth in (6, 24):
         chain = chain_of("llama-gqa", num_hidden_layers=depth, hidden_size=width, intermediate_size=16, **heads)
         simulator = Simulator(chain, random_batches(1, TOKENS), plan_of("decode"), reuse=True)
+        simulator.prepare()
         peaks[depth] = peak_bytes(partial(simulator.measure, different(depth, 4)))
-        assert simulator.prepared[0].shared.num_bytes == room * state
+        assert simulator.prepare()[0].shared.num_bytes == room * state
     assert peaks[24] - peaks[6] < state
