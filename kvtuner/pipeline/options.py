@@ -178,6 +178,13 @@ class CalibrateOptions:
     data: DataOptions = field(default_factory=DataOptions)
     measurement: MeasurementOptions = field(default_factory=MeasurementOptions)
     out: str | None = None
+    workers: int = option(
+        1,
+        "processes on this machine that measure together, each with a GPU or its share of the cores; the result is the"
+        " same",
+        group="workers",
+        type=positive,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
 from kvtuner.pipeline.stages.work_ahead import phases_ahead
+from kvtuner.pipeline.worker_processes import WorkerPlace, placed, quiet_unless_first, workers_beside
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.report.table import RecordTable, record_table
@@ -51,10 +52,19 @@ class CalibrationResult:
 
 def run_calibration(options: CalibrateOptions) -> CalibrationResult:
     """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
-    shape = checked_shape(options)
     folder = run_folder(options.model, options.out, "calibration")
-    ahead = phases_ahead(options, shape, calibration_options(options.measurement, shape).quant, [])
-    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate", ahead=ahead)
+    checked_shape(options)
+    with workers_beside(options, folder, _calibrate) as place:
+        return _calibrate(options, place)
+
+
+def _calibrate(options: CalibrateOptions, place: WorkerPlace) -> CalibrationResult:
+    folder = run_folder(options.model, options.out, "calibration")
+    options = placed(options, place)
+    shape = checked_shape(options)
+    with quiet_unless_first(place, folder):
+        ahead = phases_ahead(options, shape, calibration_options(options.measurement, shape).quant, [])
+        phases, table = measure_sensitivity(options, shape, folder, phase="calibrate", ahead=ahead)
     return CalibrationResult(table, folder.file(TABLE_FILE), phases.passes["calibrate"])
 
 
@@ -121,21 +131,40 @@ def run_search(
     `on_result` is called with every result as soon as its files are written.
     """
     shape = checked_shape(options)
+    targets = targets_of(options, shape, calibration_options(options.measurement, shape).quant)
+    folder = _search_folder(options, targets)
+    refuse_other_targets(folder, targets)
+    with workers_beside(options, folder, _search) as place:
+        return _search(options, place, on_result)
+
+
+def _search_folder(options: SearchOptions, targets: Sequence[SearchTarget]) -> RunFolder:
+    return run_folder(options.model, options.out, "+".join(target.name for target in targets))
+
+
+def _search(
+    options: SearchOptions, place: WorkerPlace, on_result: Callable[[SearchResult], None] | None = None
+) -> list[SearchResult]:
+    """Search as one of the processes that were started together; the first one alone has results."""
+    options = placed(options, place)
+    shape = checked_shape(options)
     quant = calibration_options(options.measurement, shape).quant
     targets = targets_of(options, shape, quant)
-    folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
-    refuse_other_targets(folder, targets)
-    ahead = phases_ahead(options, shape, quant, targets)
-    phases, table = measure_sensitivity(options, shape, folder, phase="calibration", ahead=ahead)
-    if (
-        phases.layouts or phases.window_length
-    ):  # rows of 8 bits may have become longer, and copies take bytes of some budgets
-        targets = targets_of(options, shape, phases.bench.options.quant)
-    return _search_targets(SearchRun(options, phases, table), targets, on_result)
+    folder = _search_folder(options, targets)
+    with quiet_unless_first(place, folder):
+        ahead = phases_ahead(options, shape, quant, targets)
+        phases, table = measure_sensitivity(options, shape, folder, phase="calibration", ahead=ahead)
+        if phases.layouts or phases.window_length:
+            # Rows of 8 bits may have become longer, and copies take bytes of some budgets.
+            targets = targets_of(options, shape, phases.bench.options.quant)
+        return _search_targets(SearchRun(options, phases, table), targets, place, on_result)
 
 
 def _search_targets(
-    run: SearchRun, targets: Sequence[SearchTarget], on_result: Callable[[SearchResult], None] | None
+    run: SearchRun,
+    targets: Sequence[SearchTarget],
+    place: WorkerPlace,
+    on_result: Callable[[SearchResult], None] | None,
 ) -> list[SearchResult]:
     identity = sha256_of(run.table.identity)
     with run.phases.phase("uniform table"):
@@ -150,6 +179,8 @@ def _search_targets(
         outcome = budget_search.winner(target, member, uniform_kl)
         with run.phases.phase("validation"):
             comparison = BaselineComparison(run, outcome, validator)
+        if not place.is_first:
+            continue
         with run.folder.lock("finish.lock", waiting="another worker writes the results"):
             result = _finish(run, target, comparison)
         if on_result is not None:

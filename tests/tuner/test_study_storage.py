@@ -172,7 +172,7 @@ def test_a_lock_in_the_middle_of_a_study_loses_no_trial(
 
     monkeypatch.setattr(storage_module, "LOCK_TIMEOUT_S", 0.05)
     # The worker cannot even give the trial back; the next one takes it for lost when it stays silent.
-    monkeypatch.setattr("kvtuner.tuner.liveness.GRACE_S", 0.2)
+    monkeypatch.setattr("kvtuner.workers.worker_identity.GRACE_S", 0.2)
     with pytest.raises(RunFolderError, match="another program holds it"):
         refine(space, constraint, objective, warm=warm, num_trials=5, storage=f"sqlite:///{path}")
     holder.close()

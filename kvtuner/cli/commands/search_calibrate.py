@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.cli.command import Command, add_options, add_switch
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
 from kvtuner.pipeline.progress import say, say_loading
+from kvtuner.pipeline.worker_processes import WorkerPlace
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -20,14 +21,22 @@ def _search(args: Namespace) -> int:
     options = options_from(SearchOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    say_loading()
+    is_first = _begin()
     from kvtuner.pipeline.search import run_search
 
     results = run_search(options, on_result=None if args.json else partial(_print_result, verbose=args.verbose))
-    if args.json:
+    if args.json and is_first:
         printed = [result.to_json() for result in results]
         print(json.dumps(printed[0] if len(printed) == 1 else printed, indent=1))
     return 0
+
+
+def _begin() -> bool:
+    """Say that the command begins, in the first of the processes that torchrun started; whether this is it."""
+    is_first = WorkerPlace.from_environment().is_first
+    if is_first:
+        say_loading()
+    return is_first
 
 
 def _print_result(result: SearchResult, *, verbose: bool) -> None:
@@ -43,10 +52,12 @@ def _calibrate(args: Namespace) -> int:
     options = options_from(CalibrateOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    say_loading()
+    is_first = _begin()
     from kvtuner.pipeline.search import run_calibration
 
     result = run_calibration(options).to_json()
+    if not is_first:
+        return 0
     if args.json:
         print(json.dumps(result, indent=1))
     else:

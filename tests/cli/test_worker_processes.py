@@ -1,0 +1,139 @@
+"""One search by several processes: the same profile byte for byte, nothing measured twice, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtuner.calibration.isolated_kl import JOURNAL as ISOLATED
+from kvtuner.calibration.shared_passes import CANDIDATES, STATISTICS
+from kvtuner.evaluation.validation import JOURNAL as VALIDATION
+from kvtuner.pipeline.stages.budget_search import REFINEMENTS
+from kvtuner.run_folder import RunFolder, canonical_json
+from kvtuner.tuner.objective import JOURNAL as MEASURED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+SEARCH = (
+    *("search", "--model", "demo", "--budget", "3bit", "--sequence-length", "64", "--sequences", "5,4,3"),
+    *("--trials", "12", "--no-three-bits", "--word-bits", "32", "--no-report"),
+)
+JOURNALS = {
+    STATISTICS: ("batch",),
+    CANDIDATES: ("batch",),
+    ISOLATED: ("batch", "layer", "side", "bits", "transform"),
+    MEASURED: ("configuration", "batch"),
+    VALIDATION: ("offsets", "key"),
+    REFINEMENTS: ("key",),
+}
+
+
+def command(out: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "kvtuner", *SEARCH, "--out", str(out), *flags]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def counts(folder: Path) -> dict[str, Counter[str]]:
+    """How often each item was journalled."""
+    return {
+        name: Counter(canonical_json([record[field] for field in fields]) for record in RunFolder(folder).records(name))
+        for name, fields in JOURNALS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run(command(folder))
+    return folder
+
+
+@pytest.mark.parametrize("workers", [2, 7])
+def test_workers_make_the_same_profile_and_measure_nothing_twice(workers: int, alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = run(command(folder, "--workers", str(workers), "--json"))
+    assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+    assert counts(folder) == counts(alone)
+    assert all(set(items.values()) == {1} for items in counts(folder).values())
+    assert json.loads(done.stdout)["profile"] == str(folder / "profile.json")
+    assert sorted(log.name for log in folder.glob("worker-*.log")) == [f"worker-{n}.log" for n in range(1, workers)]
+    workers_seen = {record["pid"] for record in RunFolder(folder).records("events.jsonl")}
+    assert len(workers_seen) > 1
+    assert "worker" not in done.stderr
+    assert "leaked" not in done.stderr
+
+
+def test_torchrun_starts_workers_of_which_the_first_speaks(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    done = run([*torchrun, "-m", "kvtuner", *SEARCH, "--out", str(folder), "--json"])
+    assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+    assert counts(folder) == counts(alone)
+    assert json.loads(done.stdout)["digest"]
+    assert done.stderr.count("loading libraries") == 1
+    assert (folder / "worker-1.log").exists()
+
+
+def test_workers_killed_at_random_lose_what_they_have_in_hand_alone(alone: Path, tmp_path: Path) -> None:
+    folder, expected = tmp_path / "run", counts(alone)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+
+    workers, killed = [start(), start()], 0
+    begun = time.monotonic()
+    while any(worker.poll() is None for worker in workers):
+        assert time.monotonic() - begun < 900
+        time.sleep(0.7)
+        has_begun = sum(map(len, counts(folder).values())) > 15 * (killed + 1) if folder.exists() else False
+        if has_begun and killed < 6:
+            victim = workers.pop(0)
+            victim.send_signal(signal.SIGKILL)
+            victim.wait()
+            killed += 1
+            workers.append(start())
+    assert killed >= 3
+    assert all(worker.wait() == 0 for worker in workers)
+    assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+    found = counts(folder)
+    assert {name: set(items) for name, items in found.items()} == {name: set(items) for name, items in expected.items()}
+    assert all(set(items.values()) == {1} for items in found.values())
+
+
+def test_a_worker_that_fails_is_named_and_its_work_is_done(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "worker-1.log").mkdir()  # the log of the first worker beside cannot be opened
+    done = run(command(folder, "--workers", "2"))
+    assert "worker 1 ended with status 1" in done.stderr
+    assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+
+
+def test_workers_under_torchrun_are_refused(tmp_path: Path) -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        command(tmp_path / "run", "--workers", "2"), capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 2
+    assert "leave --workers out" in done.stderr
