@@ -16,7 +16,7 @@ from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
 from kvtuner.pipeline.stages.work_ahead import phases_ahead
-from kvtuner.pipeline.worker_processes import WorkerPlace, placed, quiet_unless_first, workers_beside
+from kvtuner.pipeline.stages.worker_processes import WorkerPlace, placed, quiet_unless_first, workers_beside
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.report.table import RecordTable, record_table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.cli.command import Command, add_options, add_switch
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
 from kvtuner.pipeline.progress import say, say_loading
-from kvtuner.pipeline.worker_processes import WorkerPlace
+from kvtuner.pipeline.stages.worker_processes import WorkerPlace
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
