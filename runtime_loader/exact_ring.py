@@ -170,6 +170,14 @@ class ExactRings:
         rings = [ring for ring in self._layers if ring is not None]
         return self._positions.nbytes + sum(ring.keys.nbytes + ring.values.nbytes for ring in rings)
 
+    def copy(self, source: int, target: int) -> None:
+        """Give a request slot the copies of another."""
+        self._positions[:, target] = self._positions[:, source]
+        for ring in self._layers:
+            if ring is not None:
+                ring.keys[target] = ring.keys[source]
+                ring.values[target] = ring.values[source]
+
     def forget_former_requests(self, generations: Tensor) -> None:
         """Empty the slots that another request has since the last call, by the slots' generations on the host.
 

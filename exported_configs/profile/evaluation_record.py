@@ -170,14 +170,15 @@ class BackendRecord(StrictModel):
     """The backend that answered.
 
     Attributes:
-        kind: ``transformers`` for this process; otherwise the protocol of the server, SGLang's own or OpenAI's.
+        kind: ``engine`` for the local engine and ``transformers`` for a transformers cache, both in this process;
+            otherwise the protocol of the server, SGLang's own or OpenAI's.
         read_plan: The read plan of this process; None for a server.
         reads: The cache that a chunk reads of itself, as a server that serves a profile reports it.
         hit_share: The share of the questions' prompt tokens that the server found in its cache, as it reports. Only
             those tokens, and those that it generated, did it read as they are stored.
     """
 
-    kind: Literal["transformers", "sglang", "openai"]
+    kind: Literal["engine", "transformers", "sglang", "openai"]
     read_plan: ReadPlanName | None
     reads: Literal["fresh", "cache", "below"] | None
     version: Text | None

@@ -122,6 +122,9 @@ class EvalOptions:
     all_questions: bool = option(False, "ask every scheme also what the unquantized model is hardly ever right at")
     samples: int | None = _number("samples", "prompts that all schemes continue")
     batch_size: int | None = _number("batch_size", "sequences in flight, of likelihood")
+    oracle: bool = option(
+        False, "answer by a transformers cache, one after another, in place of the local engine: an independent check"
+    )
     seed: int | None = option(None, "seed of documents, questions and bootstrap; the search's by default", type=seed)
     tasks: tuple[str, ...] | None = option(
         None,
@@ -190,7 +193,7 @@ class EvalOptions:
         return EVALUATION_DEFAULTS[name] if value is None else int(value)
 
     def _refuse_flags_of_models(self) -> None:
-        if (name := self._first_given(("read_plan", "against"))) is not None:
+        if (name := self._first_given(("read_plan", "against", "oracle"))) is not None:
             raise EndpointError(
                 f"{_flag(name)} is for a model loaded here; what servers read is set when they are started, and"
                 " other schemes are other endpoints, such as fp8=URL"

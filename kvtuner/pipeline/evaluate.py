@@ -12,6 +12,7 @@ from kvtuner.calibration.model_loading import load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.base import TextTokenizer
+from kvtuner.evaluation.backends.engine_backend import EngineBackend
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
 from kvtuner.evaluation.tasks.likelihood import Scoring, local_likelihood_cells, server_likelihood_cells
@@ -44,7 +45,9 @@ from kvtuner.run_folder import sha256_of, write_atomically
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.calibration.model_loading import LoadedModel
     from kvtuner.evaluation.backends.base import Backend
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.sharing.reference import ResolvedProfile
@@ -174,6 +177,8 @@ class _EvaluationSession:
         """The continuations of some sequences by every scheme; the run folder keeps them, for they quote the text."""
         lines: list[str] = []
         prompts = self._model.corpus.splits["report"][: self._model.options.number("samples"), :SAMPLE_PROMPT].tolist()
+        for backend in backends:
+            backend.prepare("continuation", [(prompt, SAMPLE_TOKENS) for prompt in prompts])
         for prompt in ProgressBar(prompts, desc="samples"):
             texts = {backend.name: backend.continuation(prompt, SAMPLE_TOKENS) for backend in backends}
             lines += sample_lines(self._text.of(prompt), texts)
@@ -186,7 +191,7 @@ class _EvaluationSession:
         batch_size = options.number("batch_size")
         settings = CalibrationOptions(read_plan=self._read_plan, batch_size=batch_size, seed=model.seed)
         bench = Workbench.prepare(load_model(model.source, model.shape), model.corpus, settings)
-        backends = [LocalBackend(bench.loaded, scheme, self._read_plan) for scheme in model.schemes]
+        backends = [_local_backend(bench.loaded, scheme, self._read_plan, options) for scheme in model.schemes]
         is_asked = "likelihood" in options.asked_levels
         cells = local_likelihood_cells(bench, model.schemes, model.folder) if is_asked else []
         return backends, bench.identity(), cells
@@ -222,6 +227,17 @@ class _EvaluationSession:
             num_fewshot=options.num_fewshot,
             apply_chat_template=options.apply_chat_template,
         )
+
+
+def _local_backend(loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlanName, options: EvalOptions) -> Backend:
+    """The engine, which stores a profile's rows or unquantized ones, or a transformers cache."""
+    is_stored = scheme.profile is not None or scheme.name == REFERENCE
+    if options.oracle or not is_stored:
+        return LocalBackend(loaded, scheme, read_plan)
+    if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
+        say(f"{scheme.name} answers by a transformers cache: the model lies on several devices")
+        return LocalBackend(loaded, scheme, read_plan)
+    return EngineBackend(loaded, scheme, read_plan)
 
 
 def _question_sets(model: ProfiledModel[EvalOptions], text: TextTokenizer) -> list[QuestionSet]:

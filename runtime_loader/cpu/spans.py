@@ -113,6 +113,10 @@ class Chunk:
         tokens, prefix = (bounds_of(each, num_requests) for each in (bounds.tokens, bounds.prefix))
         return cls(tokens, prefix, bounds.slots.to(torch.int64).contiguous(), bounds.tree)
 
+    def is_alone(self, num_queries: int) -> bool:
+        """Whether no request has a prefix, and all queries are of new tokens in a row."""
+        return self.tree is None and bool(self.prefix[0] == self.prefix[-1]) and int(self.tokens[-1]) == num_queries
+
     @cached_property
     def _request(self) -> Tensor:
         """The request of each query."""

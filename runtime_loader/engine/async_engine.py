@@ -14,6 +14,7 @@ from kvtuner.runtime_loader.engine.local_engine import GREEDY_SAMPLING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvtuner.runtime_loader.engine.batch_scheduler import EngineState
     from kvtuner.runtime_loader.engine.generation import (
         Completion,
         Delta,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         SamplingParameters,
         TokenLogprob,
     )
-    from kvtuner.runtime_loader.engine.local_engine import AskedPrompt, EngineState, LocalEngine
+    from kvtuner.runtime_loader.engine.local_engine import AskedPrompt, LocalEngine
 
 DEFAULT_MOST_REQUESTS: Final = 256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import RequestError
@@ -15,6 +16,22 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.engine.page_allocator import PageAllocator
     from kvtuner.runtime_loader.engine.paged_pool import PagedPool
     from kvtuner.runtime_loader.engine.prefix_tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """The counts of an engine at one moment; pages are running requests', the prefix cache's alone, or free."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_idle_pages: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_answer_tokens: int
+    num_retracted: int
 
 
 class BatchScheduler:
@@ -47,11 +64,17 @@ class BatchScheduler:
         Raises:
             RequestError: The pool could not hold it if it were alone.
         """
-        free_tokens = (self._allocator.num_pages - self._num_pinned()) * self._page_size
-        if generation.most_tokens > free_tokens:
+        free_pages = self._allocator.num_pages - self._num_pinned()
+        own = [self._pages_of(each.most_tokens) - self._num_shared(generation) for each in generation.branches]
+        if self._pages_of(generation.most_tokens) + sum(own) > free_pages:
             raise RequestError(
                 f"the request may take {generation.most_tokens} tokens with its answer, but the pool holds"
-                f" {free_tokens} beside what is pinned; ask for fewer, or give the engine more KV memory"
+                f" {free_pages * self._page_size} beside what is pinned; ask for fewer, or give the engine more KV"
+                " memory"
+            )
+        if len(generation.branches) >= self._pool.shape.max_requests:
+            raise RequestError(
+                f"{1 + len(generation.branches)} branches do not run at once; give the engine max_requests"
             )
         self.waiting.append(generation)
 
@@ -61,14 +84,18 @@ class BatchScheduler:
         for generation in list(self.running):  # oldest first, so that none in the list is retracted any more
             if generation.slot is not None and generation.decodes and self._grow(generation):
                 decoding.append((generation, 1))
-        budget, chunks = self._chunk_tokens, []
+        budget = self._chunk_tokens
+        chunks: list[tuple[Generation, int]] = []
         for generation in self._prefilling():
-            count = min(budget, generation.num_missing)
+            whole = generation.num_chunk
+            if whole > budget and chunks:
+                break
+            count = whole or min(budget, generation.num_missing)
             chunks.append((generation, count))
             budget -= count
-            if budget == 0:
+            if budget <= 0:
                 break
-        return decoding + chunks
+        return decoding + sorted(chunks, key=lambda chunk: chunk[0].num_stored > 0)
 
     def stored(self, generation: Generation, num_tokens: int) -> None:
         """Take note that a step has stored tokens of a request; others may use their pages."""
@@ -76,10 +103,18 @@ class BatchScheduler:
         generation.num_stored += num_tokens
         if was_prefill:
             self._keep(generation)
+        if generation.branches and generation.num_stored == generation.split:
+            self._branch(generation)
 
     def finish(self, generation: Generation) -> None:
-        """Take a request's pages and slot, whether it waits or runs."""
+        """Take a request's pages and slot, whether it waits or runs, or waits for the beginning of another."""
+        for other in (*self.waiting, *self.running):
+            if generation in other.branches:
+                other.branches.remove(generation)
+                self._release(generation)
+                return
         if generation.slot is None:
+            self._dissolve(generation)
             self.waiting.remove(generation)
         else:
             self._leave(generation)
@@ -124,17 +159,22 @@ class BatchScheduler:
     def _admit(self, generation: Generation) -> bool:
         """Give a waiting request a slot, the pages that the cache has of it, and new ones for its other tokens."""
         tokens = generation.tokens
-        uses_cache = self._tree is not None and generation.sampling.prompt_logprobs is None
+        uses_cache = self._tree is not None and generation.split is None
+        uses_cache &= generation.sampling.prompt_logprobs is None
         # The last token is always computed: its logits are the answer's beginning.
         cached = self._tree.find(tokens[:-1]) if self._tree is not None and uses_cache else []
-        num_new = self._pages_of(len(tokens)) - len(cached)
+        own = [self._pages_of(len(each.tokens)) - self._num_shared(generation) for each in generation.branches]
+        num_new = self._pages_of(len(tokens)) - len(cached) + sum(own)
         idle_hits = sum(self._allocator.is_idle(page) for page in cached)
         # Each request that runs may soon need a page: one that is admitted and retracted at once gains nobody anything.
-        if num_new + len(self.running) > self._allocator.num_available - idle_hits:
+        is_full = num_new + len(self.running) > self._allocator.num_available - idle_hits
+        if is_full or len(self._slots) <= len(own):
             return False
         pages = self._tree.use(tokens[:-1]) if self._tree is not None and uses_cache else []
         self._make_room(num_new)
-        generation.pages = pages + self._allocator.take(num_new)
+        generation.pages = pages + self._allocator.take(num_new - sum(own))
+        for branch, num_pages in zip(generation.branches, own, strict=True):
+            branch.pages, branch.slot = self._allocator.take(num_pages), self._slots.pop()
         generation.slot = self._slots.pop()
         generation.num_stored = len(pages) * self._page_size
         self.num_cached_tokens += generation.num_stored
@@ -143,6 +183,38 @@ class BatchScheduler:
         self._pool.begin_request(generation.slot)
         self._pool.set_pages(generation.slot, generation.pages)
         return True
+
+    def _branch(self, generation: Generation) -> None:
+        """Let the branches of a request run, now that what they begin with is stored."""
+        assert generation.slot is not None and generation.split is not None
+        shared = generation.pages[: self._num_shared(generation)]
+        for branch in generation.branches:
+            assert branch.slot is not None
+            self._allocator.share(shared)
+            branch.pages, branch.num_stored, branch.num_cached = shared + branch.pages, generation.split, 0
+            self._pool.begin_request(branch.slot)
+            self._pool.set_pages(branch.slot, branch.pages)
+            self._pool.copy_beginning(generation.slot, branch.slot, generation.split)
+            insort(self.running, branch, key=lambda each: each.number)
+        generation.branches = []
+
+    def _dissolve(self, generation: Generation) -> None:
+        """Let branches that have not begun wait by themselves."""
+        for branch in generation.branches:
+            self._release(branch)
+            insort(self.waiting, branch, key=lambda each: each.number)
+        generation.branches = []
+
+    def _release(self, generation: Generation) -> None:
+        """Take the pages and the slot of a request that has them."""
+        self._allocator.release(generation.pages)
+        if generation.slot is not None:
+            self._slots.append(generation.slot)
+        generation.pages, generation.slot, generation.num_stored = [], None, 0
+
+    def _num_shared(self, generation: Generation) -> int:
+        """The whole pages that a request's branches share with it."""
+        return (generation.split or 0) // self._page_size
 
     def _grow(self, generation: Generation) -> bool:
         """Give a request the page of its next token; False where it was retracted."""
@@ -172,15 +244,13 @@ class BatchScheduler:
     def _leave(self, generation: Generation) -> None:
         """Take a running request's pages and slot; the prefix cache keeps what is stored whole."""
         self._keep(generation)
-        self._allocator.release(generation.pages)
-        assert generation.slot is not None
-        self._slots.append(generation.slot)
-        generation.pages, generation.slot, generation.num_stored = [], None, 0
+        self._dissolve(generation)
+        self._release(generation)
         self.running.remove(generation)
 
     def _keep(self, generation: Generation) -> None:
         """Let the prefix cache keep a request's whole pages; the request uses those of others that are the same."""
-        if self._tree is None:
+        if self._tree is None or generation.split is not None:
             return
         assert generation.slot is not None
         before = generation.pages

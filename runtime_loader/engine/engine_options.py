@@ -12,6 +12,8 @@ AttentionName = Literal["sgl_kernel", "cpu", "triton", "torch"]
 ATTENTIONS: Final[tuple[AttentionName, ...]] = get_args(AttentionName)
 ATTENTION_VARIABLE: Final = "ATTN_BACKEND"
 """The variable that names the attention of an engine where no option does."""
+EngineAttend = Attend | Literal["decode", "hit"]
+ENGINE_ATTENDS: Final[tuple[EngineAttend, ...]] = (*ATTENDS, "decode", "hit")
 EvictionName = Literal["lru", "lfu", "fifo", "mru"]
 EVICTIONS: Final[tuple[EvictionName, ...]] = get_args(EvictionName)
 
@@ -22,7 +24,9 @@ class EngineOptions:
 
     Attributes:
         attention: The implementation of attention; the first that runs here by default, as the log says.
-        attend: What chunks read of themselves: keys and values as they came, or as rows give them back.
+        attend: What chunks read of themselves: keys and values as they came (``fresh``), or as rows give them back
+            (``cache``); by ``decode`` a request's first chunk is fresh and others are not; by ``hit`` all are, and each
+            token of an answer reads itself as it came too.
         kv_memory: The bytes of rows and exact copies; by default what `max_requests` contexts take, 1 GiB at
             most.
         page_size: The tokens of a page, the unit that requests share.
@@ -36,7 +40,7 @@ class EngineOptions:
     """
 
     attention: AttentionName | None = None
-    attend: Attend = "fresh"
+    attend: EngineAttend = "fresh"
     kv_memory: int | None = None
     page_size: int = 16
     max_requests: int = 16
@@ -47,7 +51,7 @@ class EngineOptions:
     allow_derived: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("attention", (None, *ATTENTIONS)), ("attend", ATTENDS), ("eviction", EVICTIONS)):
+        for name, choices in (("attention", (None, *ATTENTIONS)), ("attend", ENGINE_ATTENDS), ("eviction", EVICTIONS)):
             if getattr(self, name) not in choices:
                 known = ", ".join(str(choice) for choice in choices if choice is not None)
                 raise OptionError(f"{name} must be one of {known}, not {getattr(self, name)!r}")

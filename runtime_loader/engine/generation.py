@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 MOST_LOGPROBS: Final = 100
 _AT_LEAST: Final = {
-    "max_tokens": 1, "temperature": 0, "top_k": 0, "min_p": 0, "logprobs": 0, "prompt_logprobs": 0, "seed": 0,
+    "max_tokens": 0, "temperature": 0, "top_k": 0, "min_p": 0, "logprobs": 0, "prompt_logprobs": 0, "seed": 0,
 }  # fmt: skip
 _AT_MOST: Final = {
     "top_p": 1, "min_p": 1, "logprobs": MOST_LOGPROBS, "prompt_logprobs": MOST_LOGPROBS, "seed": 2**63 - 1,
@@ -26,7 +26,7 @@ class SamplingParameters:
     """How tokens are chosen, and where an answer ends; greedily, by default.
 
     Attributes:
-        max_tokens: The tokens of an answer; None for what the context has room for.
+        max_tokens: The tokens of an answer; None for what the context has room for, 0 to read the prompt alone.
         temperature: 0 takes the likeliest token.
         top_k: The likeliest tokens that are sampled from; 0 for all.
         presence_penalty: What a logit loses if its token is in the answer.
@@ -142,6 +142,9 @@ class Generation:
         tokens: The prompt and the answer so far.
         num_prompt: The tokens of the prompt.
         most_tokens: The tokens at which the answer ends, the prompt's included.
+        split: The tokens that are one chunk, and those behind another; None where chunks are cut as there is room.
+        first_position: The position of the first token.
+        branches: The requests that go on from those tokens too, and wait for them to be stored.
         slot: The request slot of its pages and exact copies; None while it waits.
         pages: Its pages of the pool.
         num_stored: The tokens whose keys and values the pool has.
@@ -154,6 +157,9 @@ class Generation:
     num_prompt: int
     most_tokens: int
     sampling: SamplingParameters
+    split: int | None = None
+    first_position: int = 0
+    branches: list[Generation] = field(default_factory=list)
     text: TextStream | None = None
     generator: Any = None
     slot: int | None = None
@@ -175,6 +181,13 @@ class Generation:
     def decodes(self) -> bool:
         """Whether the newest token of the answer is all that is missing."""
         return self.num_missing == 1 and len(self.tokens) > self.num_prompt
+
+    @property
+    def num_chunk(self) -> int:
+        """The missing tokens that must be one chunk; 0 where they may be cut anywhere."""
+        if self.split is None:
+            return 0
+        return self.num_missing if self.num_stored >= self.split else self.split - self.num_stored
 
     @property
     def answer(self) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -12,14 +11,20 @@ import torch
 from kvtuner.errors import RequestError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NO_WINDOW
-from kvtuner.runtime_loader.engine.batch_scheduler import BatchScheduler
+from kvtuner.runtime_loader.engine.batch_scheduler import BatchScheduler, EngineState
 from kvtuner.runtime_loader.engine.engine_options import EngineOptions
 from kvtuner.runtime_loader.engine.generation import Completion, Delta, Generation, SamplingParameters, TokenLogprob
 from kvtuner.runtime_loader.engine.model_runner import ModelRunner
 from kvtuner.runtime_loader.engine.page_allocator import PageAllocator
 from kvtuner.runtime_loader.engine.paged_pool import PagedPool, PoolShape
 from kvtuner.runtime_loader.engine.prefix_tree import PrefixTree
-from kvtuner.runtime_loader.engine.served_model import context_length_of, device_of, ends_of, formats_of
+from kvtuner.runtime_loader.engine.served_model import (
+    context_length_of,
+    device_of,
+    ends_of,
+    formats_of,
+    tokens_of,
+)
 from kvtuner.runtime_loader.engine.step_attention import choose_attention
 from kvtuner.runtime_loader.engine.step_batch import StepBatch, kept_tokens
 from kvtuner.runtime_loader.engine.text_stream import TextStream
@@ -37,22 +42,6 @@ if TYPE_CHECKING:
     AskedPrompt = str | Sequence[int]
 
 GREEDY_SAMPLING = SamplingParameters()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """The counts of an engine at one moment; pages are running requests', the prefix cache's alone, or free."""
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_idle_pages: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_answer_tokens: int
-    num_retracted: int
 
 
 class LocalEngine:
@@ -90,7 +79,7 @@ class LocalEngine:
             self.options, self.pool, ModelGeometry.from_config(model.config).num_attention_heads
         )  # fmt: skip
         self.allocator = PageAllocator(self.pool.num_pages)
-        self.prefix_tree = _prefix_tree(self.options, self.allocator)
+        self.prefix_tree = PrefixTree.of(self.options, self.allocator)
         self._scheduler = BatchScheduler(self.options, self.pool, self.allocator, self.prefix_tree)
         self._runner = ModelRunner(model, self.pool, self._attention)
         self._ends = ends_of(model, tokenizer)
@@ -172,32 +161,66 @@ class LocalEngine:
         Raises:
             RequestError: It is empty, too long, or asks for text without a tokenizer, or its id is in use.
         """
+        generation = self._generation(self.tokens_of(prompt), sampling, request_id)
+        self._scheduler.submit(generation)
+        self._generations[generation.request_id] = generation
+        return generation.request_id
+
+    def submit_branches(
+        self,
+        prompt: AskedPrompt,
+        branches: Sequence[Sequence[int]],
+        sampling: SamplingParameters = GREEDY_SAMPLING,
+        *,
+        first_position: int = 0,
+    ) -> list[str]:
+        """Submit requests that begin alike; returns their ids.
+
+        The beginning is one chunk, computed once and shared with its exact copies; what follows it, if anything, is
+        another chunk of each. The prefix cache takes no part.
+
+        Raises:
+            RequestError: As `submit`; or log-probabilities of the prompt are asked of several.
+        """
+        beginning, group = self.tokens_of(prompt), []
+        if len(branches) > 1 and sampling.prompt_logprobs is not None:
+            raise RequestError("log-probabilities of the prompt are told of one branch; ask for each by itself")
+        for branch in branches:
+            tokens = beginning + (self.tokens_of(branch) if branch else [])
+            group.append(self._generation(tokens, sampling, None, first_position))
+            group[-1].split = len(beginning)
+        group[0].branches = group[1:]
+        self._scheduler.submit(group[0])
+        self._generations |= {generation.request_id: generation for generation in group}
+        return [generation.request_id for generation in group]
+
+    def _generation(
+        self, tokens: list[int], sampling: SamplingParameters, request_id: str | None, first_position: int = 0
+    ) -> Generation:
         number = next(self._numbers)
         request_id = request_id or f"request-{number}"
         if request_id in self._generations:
             raise RequestError(f"there is a request {request_id!r} already; give another id")
-        tokens = self.tokens_of(prompt)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("a text to stop at needs a tokenizer; give tokens to stop at")
-        room = self.context_length - len(tokens)
-        if room < (sampling.max_tokens or 1):
+        room = self.context_length - first_position - len(tokens)
+        num_asked = 1 if sampling.max_tokens is None else sampling.max_tokens
+        if room < num_asked:
             raise RequestError(
-                f"{len(tokens)} tokens and an answer of {sampling.max_tokens or 1} are more than the context of"
+                f"{len(tokens)} tokens and an answer of {num_asked} are more than the context of"
                 f" {self.context_length}; give a shorter prompt, or ask for fewer"
             )
-        generation = Generation(
+        return Generation(
             request_id,
             number,
             tokens,
             len(tokens),
-            len(tokens) + (sampling.max_tokens or room),
+            len(tokens) + (room if sampling.max_tokens is None else num_asked),
             sampling,
-            self._text_stream(sampling),
-            generator_of(sampling, self.pool.device),
+            first_position=first_position,
+            text=self._text_stream(sampling),
+            generator=generator_of(sampling, self.pool.device),
         )
-        self._scheduler.submit(generation)
-        self._generations[request_id] = generation
-        return request_id
 
     def generation(self, request_id: str) -> Generation:
         """The request of an id, while it is not finished."""
@@ -209,16 +232,7 @@ class LocalEngine:
         Raises:
             RequestError: There are none, one is outside of the vocabulary, or there is no tokenizer for text.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("a prompt of text needs a tokenizer; give tokens")
-            prompt = cast("list[int]", self.tokenizer(prompt)["input_ids"])
-        tokens, vocab_size = list(prompt), cast("torch.nn.Embedding", self.model.get_input_embeddings()).num_embeddings
-        if not tokens:
-            raise RequestError("a prompt needs at least one token; this one is empty")
-        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise RequestError(f"token {wrong[0]} is outside of the vocabulary of {vocab_size}")
-        return tokens
+        return tokens_of(prompt, self.model, self.tokenizer)
 
     def abort(self, request_id: str) -> Delta | None:
         """End a request, whose pages are free at once; None if it is finished already."""
@@ -244,16 +258,18 @@ class LocalEngine:
         if not scheduled:
             return []
         kept, rows = kept_tokens(scheduled)
-        logits = self._runner.run(StepBatch.of(self.pool, scheduled, kept))
+        logits = self._runner.run(StepBatch.of(self.pool, scheduled, kept, self.options.attend))
         self._num_steps += 1
-        due = []
+        due, deltas = [], []
         for (generation, new), of_kept in zip(scheduled, rows, strict=True):
             self._num_prompt_tokens += 0 if generation.decodes else new
             self._note_prompt(generation, new, logits[of_kept])
             self._scheduler.stored(generation, new)
-            if generation.num_missing == 0:
+            if generation.num_missing == 0 and len(generation.tokens) == generation.most_tokens:
+                deltas.append(self._finish(generation, "length"))
+            elif generation.num_missing == 0:
                 due.append((generation, of_kept.stop - 1))
-        return self._answer(due, logits)
+        return deltas + self._answer(due, logits)
 
     def _text_stream(self, sampling: SamplingParameters) -> TextStream | None:
         if self.tokenizer is None:
@@ -330,9 +346,3 @@ class LocalEngine:
             for request_id in self._generations.keys() - before:
                 self.abort(request_id)
             raise
-
-
-def _prefix_tree(options: EngineOptions, allocator: PageAllocator) -> PrefixTree | None:
-    tokens = options.prefix_cache_tokens
-    most_pages = allocator.num_pages if tokens is None else min(tokens // options.page_size, allocator.num_pages)
-    return PrefixTree(allocator, options.page_size, most_pages, options.eviction) if most_pages else None

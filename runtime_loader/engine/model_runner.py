@@ -39,13 +39,11 @@ class _Attending:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: ScoreScaling) -> Tensor:
         """Attention of all tokens of the step, [tokens, num_heads, v_head_dim]."""
-        step, outputs = self.step, []
-        parts = ((step.decoding, self.attention.decode), (step.chunks, self.attention.prefill))
-        for (part, attend), of_part in zip(
-            parts, (slice(step.num_decoding), slice(step.num_decoding, None)), strict=True
-        ):
-            if part is not None:
-                outputs.append(attend(layer, q[of_part], k[of_part], v[of_part], part, scores))
+        outputs, first = [], 0
+        for part in self.step.parts:
+            attend = self.attention.decode if part.is_decoding else self.attention.prefill
+            of_part = slice(first, first := first + len(part.new_slots))
+            outputs.append(attend(layer, q[of_part], k[of_part], v[of_part], part, scores))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -124,6 +124,20 @@ class PagedPool:
         """Give a request slot to another request: copies of the former one are not read any more."""
         self._generations[slot] += 1
 
+    def copy_beginning(self, source: int, target: int, num_tokens: int) -> None:
+        """Give a new request's slot the exact copies of another, and what its first page of its own shares with that.
+
+        The tables have both requests' pages; whole pages of the first tokens are the same.
+        """
+        self.forget_former_requests()  # which would empty the new copies
+        if self._copies is not None:
+            self._copies.copy(source, target)
+        size = self.shape.page_size
+        if rest := num_tokens % size:
+            old, new = (int(self.page_table[slot, num_tokens // size]) * size for slot in (source, target))
+            for side in (side for layer in self.layers for side in layer):
+                side.rows[new : new + rest] = side.rows[old : old + rest]
+
     def set_pages(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Write pages of the request in a slot to the table, from its page number `start` on."""
         self.page_table[slot, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvtuner.runtime_loader.engine.engine_options import EvictionName
+    from kvtuner.runtime_loader.engine.engine_options import EngineOptions, EvictionName
     from kvtuner.runtime_loader.engine.page_allocator import PageAllocator
 
     PageKey = tuple[int, ...]
@@ -48,6 +48,13 @@ class PrefixTree:
         self._root = _Run([], [], None, 0)
         self._time = 0
         self.num_pages = 0
+
+    @classmethod
+    def of(cls, options: EngineOptions, allocator: PageAllocator) -> PrefixTree | None:
+        """The tree that options ask for; None where it would keep nothing."""
+        tokens = options.prefix_cache_tokens
+        most_pages = allocator.num_pages if tokens is None else min(tokens // options.page_size, allocator.num_pages)
+        return cls(allocator, options.page_size, most_pages, options.eviction) if most_pages else None
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The pages that are kept of the longest beginning of a text, in whole pages."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from kvtuner.errors import ServingError, UnsupportedModelError
+from kvtuner.errors import RequestError, ServingError, UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import max_positions
 from kvtuner.geometry import ModelGeometry
 from kvtuner.runtime_loader.model_check import check_served_model
@@ -13,6 +13,8 @@ from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_forma
 from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from transformers import PreTrainedModel
 
@@ -72,3 +74,21 @@ def ends_of(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     if own is None:
         own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(() if own is None else own if isinstance(own, list) else [own])
+
+
+def tokens_of(prompt: str | Sequence[int], model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """The tokens of a prompt.
+
+    Raises:
+        RequestError: There are none, one is outside of the vocabulary, or there is no tokenizer for text.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a prompt of text needs a tokenizer; give tokens")
+        prompt = cast("list[int]", tokenizer(prompt)["input_ids"])
+    tokens, vocab_size = list(prompt), cast("torch.nn.Embedding", model.get_input_embeddings()).num_embeddings
+    if not tokens:
+        raise RequestError("a prompt needs at least one token; this one is empty")
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise RequestError(f"token {wrong[0]} is outside of the vocabulary of {vocab_size}")
+    return tokens

@@ -52,12 +52,12 @@ class StepAttention(Protocol):
 class RowAttention:
     """The attention over packed rows by a `PackedAttention`.
 
-    With `reads_stored` a chunk reads of itself what its rows give back, but for its exact window.
+    A chunk that reads of itself what its rows give back reads its exact window all the same.
     """
 
-    def __init__(self, pool: PagedPool, attention: PackedAttention, num_heads: int, *, reads_stored: bool) -> None:
+    def __init__(self, pool: PagedPool, attention: PackedAttention, num_heads: int) -> None:
         self.name = attention.name
-        self._pool, self._attention, self._reads_stored = pool, attention, reads_stored
+        self._pool, self._attention = pool, attention
         attention.prepare(
             [pool.sides(layer) for layer in range(len(pool.layers))], num_heads, pool.shape.max_requests
         )  # fmt: skip
@@ -69,7 +69,7 @@ class RowAttention:
         window = None if copies is None else WindowReads(copies, part.requests)
         attention.store(keys, values, part.new_slots, k, v)
         read_k, read_v = k, v
-        if self._reads_stored:
+        if part.reads_stored:
             stored = attention.read(keys, part.new_slots, q.dtype), attention.read(values, part.new_slots, q.dtype)
             if window is None:
                 read_k, read_v = stored
@@ -97,7 +97,7 @@ class _Implementation:
 
     default_on: tuple[str, ...]
     refusal: Callable[[PagedPool], str | None]
-    make: Callable[[PagedPool, int, bool], StepAttention]
+    make: Callable[[PagedPool, int], StepAttention]
 
 
 def _of_backend(name: str, default_on: tuple[str, ...]) -> _Implementation:
@@ -110,23 +110,20 @@ def _of_backend(name: str, default_on: tuple[str, ...]) -> _Implementation:
             return str(error)
         return None
 
-    def make(pool: PagedPool, num_heads: int, reads_stored: bool) -> StepAttention:
-        attention = backend_for(pool.device, name).make(pool.device)
-        return RowAttention(pool, attention, num_heads, reads_stored=reads_stored)
+    def make(pool: PagedPool, num_heads: int) -> StepAttention:
+        return RowAttention(pool, backend_for(pool.device, name).make(pool.device), num_heads)
 
     return _Implementation(default_on, refusal, make)
 
 
 _IMPLEMENTATIONS: Final[dict[str, _Implementation]] = {
-    "sgl_kernel": _Implementation(
-        ("cuda",), sgl_kernel_refusal, lambda pool, _, __: SglKernelAttention.installed(pool)
-    ),
+    "sgl_kernel": _Implementation(("cuda",), sgl_kernel_refusal, lambda pool, _: SglKernelAttention.installed(pool)),
     "cpu": _of_backend(cpu.BACKEND, ("cpu",)),
     "triton": _of_backend(kernels.NAME, ("cuda",)),
     "torch": _Implementation(
         (),
         lambda _: None,
-        lambda pool, heads, reads_stored: RowAttention(pool, TorchAttention(), heads, reads_stored=reads_stored),
+        lambda pool, heads: RowAttention(pool, TorchAttention(), heads),
     ),
 }
 """The implementations by name, the one to take first; torch runs on every device and is the last resort."""
@@ -154,6 +151,6 @@ def choose_attention(options: EngineOptions, pool: PagedPool, num_heads: int) ->
         if (why := row.refusal(pool)) is None:
             reason = "as asked" if named else "; ".join(passed_over) or f"the first choice on {device}"
             logger.info("kvtuner: attention by %s (%s)", name, reason)
-            return row.make(pool, num_heads, options.attend == "cache")
+            return row.make(pool, num_heads)
         passed_over.append(f"not {name}: {why}")
     raise ServingError(f"attention by {named} was asked for and cannot run here: {why}")

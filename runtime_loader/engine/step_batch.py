@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvtuner.runtime_loader.engine.engine_options import EngineAttend
     from kvtuner.runtime_loader.engine.generation import Generation
     from kvtuner.runtime_loader.engine.paged_pool import PagedPool
 
@@ -32,6 +34,8 @@ class StepPart:
         lengths: The tokens of each request with the new ones, int32 [requests].
         pages: The pages of each request, int32 [requests, pages of the longest].
         longest: The most new tokens of a request.
+        is_decoding: Whether each has one new token of its answer, which reads itself as it is stored.
+        reads_stored: Whether a chunk reads of itself what its rows give back.
     """
 
     requests: Tensor
@@ -42,9 +46,13 @@ class StepPart:
     lengths: Tensor
     pages: Tensor
     longest: int
+    is_decoding: bool
+    reads_stored: bool
 
     @classmethod
-    def of(cls, pool: PagedPool, chunks: Sequence[tuple[Generation, int]], *, reads_new: bool) -> StepPart:
+    def of(
+        cls, pool: PagedPool, chunks: Sequence[tuple[Generation, int]], *, is_decoding: bool, reads_stored: bool
+    ) -> StepPart:
         """The part of some requests with so many new tokens each."""
         device = pool.device
         requests = torch.tensor([generation.slot for generation, _ in chunks], device=device)
@@ -52,7 +60,7 @@ class StepPart:
         new = torch.tensor([count for _, count in chunks], device=device)
         ends = past + new
         most_pages = -(-max(generation.num_stored + count for generation, count in chunks) // pool.shape.page_size)
-        read = ends if reads_new else past
+        read = ends if is_decoding else past
         return cls(
             requests,
             _bounds(new),
@@ -62,6 +70,8 @@ class StepPart:
             ends.int(),
             pool.page_table[requests, :most_pages],
             max(count for _, count in chunks),
+            is_decoding,
+            reads_stored,
         )
 
     @property
@@ -77,34 +87,39 @@ class StepBatch:
     Attributes:
         input_ids: int64 [1, tokens].
         positions: int64 [1, tokens].
-        num_decoding: The requests that decode, and so the first tokens.
-        decoding: Those requests; None where there are none.
-        chunks: The requests that prefill; None where there are none.
+        parts: The requests that attend alike, in the order of their tokens.
         kept: The places of the tokens whose logits are asked for, int64.
     """
 
     input_ids: Tensor
     positions: Tensor
-    num_decoding: int
-    decoding: StepPart | None
-    chunks: StepPart | None
+    parts: tuple[StepPart, ...]
     kept: Tensor
 
     @classmethod
-    def of(cls, pool: PagedPool, scheduled: Sequence[tuple[Generation, int]], kept: Sequence[int]) -> StepBatch:
-        """The step of requests with so many new tokens each, those that decode first."""
-        num_decoding = sum(generation.decodes for generation, _ in scheduled)
-        decoding, chunks = scheduled[:num_decoding], scheduled[num_decoding:]
+    def of(
+        cls, pool: PagedPool, scheduled: Sequence[tuple[Generation, int]], kept: Sequence[int], attend: EngineAttend
+    ) -> StepBatch:
+        """The step of requests with so many new tokens each, those that attend alike side by side."""
+
+        def kind(entry: tuple[Generation, int]) -> tuple[bool, bool]:
+            generation, _ = entry
+            is_decoding = generation.decodes and attend != "hit"
+            is_later = attend == "decode" and generation.num_stored > 0
+            return is_decoding, not is_decoding and (attend == "cache" or is_later)
+
         spans = [(generation, generation.num_stored, count) for generation, count in scheduled]
         tokens = [token for generation, start, count in spans for token in generation.tokens[start : start + count]]
-        positions = [position for _, start, count in spans for position in range(start, start + count)]
+        firsts = [(generation.first_position + start, count) for generation, start, count in spans]
+        positions = [position for start, count in firsts for position in range(start, start + count)]
         device = pool.device
         return cls(
             torch.tensor([tokens], device=device),
             torch.tensor([positions], device=device),
-            num_decoding,
-            StepPart.of(pool, decoding, reads_new=True) if decoding else None,
-            StepPart.of(pool, chunks, reads_new=False) if chunks else None,
+            tuple(
+                StepPart.of(pool, list(chunks), is_decoding=is_decoding, reads_stored=reads_stored)
+                for (is_decoding, reads_stored), chunks in groupby(scheduled, kind)
+            ),
             torch.tensor(kept, dtype=torch.int64, device=device),
         )
 

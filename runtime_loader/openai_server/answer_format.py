@@ -117,7 +117,6 @@ class CompletionFormat(AnswerFormat):
     def __init__(self, request: CompletionRequest, model: str, tokenizer: Any) -> None:
         super().__init__(model, tokenizer, num_answers=request.n, with_usage=request.stream_options.include_usage)
         self._echoes, self._tells_logprobs = request.echo, request.logprobs is not None
-        self._has_answer = request.answer_tokens > 0
         self._offsets: defaultdict[int, int] = defaultdict(int)
 
     def _beginning(self, stream: AnswerStream) -> list[_Piece]:
@@ -127,10 +126,6 @@ class CompletionFormat(AnswerFormat):
         text = self._tokenizer.decode(tokens)
         entries = list(zip(tokens, (None, *stream.prompt_logprobs), strict=True)) if self._tells_logprobs else []
         return [_Piece(text, entries)]
-
-    def _piece(self, delta: Delta) -> _Piece:
-        # The engine answers with one token at least: where none is asked for, that one is left out.
-        return super()._piece(delta) if self._has_answer else _Piece("", (), delta.finish_reason)
 
     def _choice(self, index: int, piece: _Piece) -> Json:
         logprobs = self._logprobs(index, piece) if self._tells_logprobs else None

@@ -49,9 +49,8 @@ class _Server:
     async def completions(self, request: Request, asked: CompletionRequest) -> Response:
         """``/v1/completions``."""
         self._check_model(asked.model)
-        max_tokens = max(1, asked.answer_tokens)  # the engine answers with one at least, which may be left out
         prompt_logprobs = asked.logprobs if asked.echo else None
-        sampling = asked.sampling(max_tokens, logprobs=asked.logprobs, prompt_logprobs=prompt_logprobs)
+        sampling = asked.sampling(asked.answer_tokens, logprobs=asked.logprobs, prompt_logprobs=prompt_logprobs)
         prompts = [await asyncio.to_thread(self._front.engine.tokens_of, prompt) for prompt in asked.prompts]
         answers = CompletionFormat(asked, self._name, self._front.engine.tokenizer)
         return await self._answer(request, answers, [(ids, each) for ids in prompts for each in sampling], asked.stream)

@@ -95,6 +95,9 @@ class Backend(ABC):
     def key(self) -> str | None:
         """The text that decides the answers besides the model and the questions; None where a server does not say."""
 
+    def prepare(self, method: str, asked: Sequence[tuple[Any, ...]]) -> None:  # noqa: B027  # most need not
+        """Hear what will be asked next of a method, by its arguments; a backend may answer all of it together."""
+
     @abstractmethod
     def answers(self, problem: Problem, *, offset: int = 0) -> list[str | None]:
         """The text after each question of a problem, whose context begins at a position where they are counted."""
@@ -144,6 +147,11 @@ class AnswerJournal:
     def __init__(self, folder: RunFolder, name: str, identity: str, *, version: int) -> None:
         self._journal, self._version = Journal(folder, name, identity), version
 
+    def unanswered(self, backend: Backend, questions: Sequence[Sequence[Any]]) -> list[int]:
+        """The numbers of questions that `ask` would ask."""
+        keys = [self._key(backend, question) for question in questions]
+        return [number for number, key in enumerate(keys) if key is None or self._journal.get(key) is None]
+
     def ask(
         self, backend: Backend, question: Sequence[Any], ask: Callable[[], Any], **facts: Any
     ) -> tuple[Any, HitCount]:
@@ -151,7 +159,7 @@ class AnswerJournal:
 
         Question and answer are plain JSON, with None for what never came; facts are fields for a reader of the file.
         """
-        key = None if backend.key is None else sha256_of([self._version, backend.key, *question])
+        key = self._key(backend, question)
         record = None if key is None else self._journal.get(key)
         if record is not None:
             hits = HitCount(*record.get("hits", ()))
@@ -166,3 +174,6 @@ class AnswerJournal:
             counted = {} if backend.hits is None else {"hits": [hits.prompt, hits.cached]}
             self._journal.append({"key": key, **facts, "answer": answer, **counted})
         return answer, hits
+
+    def _key(self, backend: Backend, question: Sequence[Any]) -> str | None:
+        return None if backend.key is None else sha256_of([self._version, backend.key, *question])

@@ -14,7 +14,7 @@ from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount
 from kvtuner.evaluation.tasks.question_sets import ANSWERING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from lm_eval.api.instance import Instance
 
@@ -83,15 +83,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         """The log-probability of each continuation, and whether it is the greedy one; an empty one is certain."""
         self.was_asked = True
         scores: list[tuple[float, bool]] = []
-        for request in requests:
-            context, continuation = request.args
-            stripped = context.rstrip()
-            # A space belongs to the word after it, where there is one.
-            after = self._text.after(stripped, context[len(stripped) :] + continuation) if continuation else []
+        pairs = [self._in_tokens(*request.args) for request in requests]
+        self._prepare("log_likelihood", [(["loglikelihood", *pair], pair) for pair in pairs if pair[1]])
+        for request, (before, after) in zip(requests, pairs, strict=True):
             if not after:
                 scores.append((0.0, True))
                 continue
-            before = self._shortened(self._text.context(stripped) or [self._first_token()], len(after))
             ask = partial(self._backend.log_likelihood, before, after)
             answer = self._ask(request, ["loglikelihood", before, after], ask)
             if answer is None:
@@ -117,7 +114,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The greedy text after each context, up to the first of the task's stops."""
         self.was_asked = True
-        texts = []
+        texts, asked = [], []
         for request in requests:
             context, options = request.args
             if asks_for_sampling(options):
@@ -126,9 +123,11 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             stops = [stops] if isinstance(stops, str) else list(stops)
             num_tokens = int(options.get("max_gen_toks", DEFAULT_MAX_TOKENS))
             prompt = self._shortened(self._text.context(context) or [self._first_token()], num_tokens)
-
-            ask = partial(self._backend.generate_until, prompt, num_tokens, [stop for stop in stops if stop])
-            answer = self._ask(request, ["generate", prompt, num_tokens, stops], ask)
+            arguments = (prompt, num_tokens, [stop for stop in stops if stop])
+            asked.append((["generate", prompt, num_tokens, stops], arguments))
+        self._prepare("generate_until", asked)
+        for request, (question, arguments) in zip(requests, asked, strict=True):
+            answer = self._ask(request, question, partial(self._backend.generate_until, *arguments))
             if answer is None:
                 self.failed_texts[request.task_name].add(request.doc_id)
             texts.append("" if answer is None else str(answer))
@@ -137,6 +136,19 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
     def failed(self, task: str) -> set[int]:
         """The questions of a task whose answer never came."""
         return self.failed_texts[task] | self.failed_scores[task]
+
+    def _in_tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of a context, as far as there is room, and of what follows it; none where that is empty."""
+        stripped = context.rstrip()
+        # A space belongs to the word after it, where there is one.
+        after = self._text.after(stripped, context[len(stripped) :] + continuation) if continuation else []
+        before = self._text.context(stripped) or [self._first_token()]
+        return (self._shortened(before, len(after)), after) if after else ([], [])
+
+    def _prepare(self, method: str, asked: Sequence[tuple[list[Any], tuple[Any, ...]]]) -> None:
+        """Tell the backend what it will be asked, by questions as the journal has them and the method's arguments."""
+        new = self._journal.unanswered(self._backend, [[question] for question, _ in asked])
+        self._backend.prepare(method, [asked[number][1] for number in new])
 
     def _ask(self, request: Instance, question: list[Any], ask: Callable[[], Any]) -> Any:
         try:

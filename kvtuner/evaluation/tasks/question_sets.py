@@ -151,11 +151,16 @@ def _ask(
     questions: QuestionSet, backend: Backend, journal: AnswerJournal, on_problem: Callable[[], object]
 ) -> tuple[list[list[str | None]], HitCount]:
     answers, hits, key = [], HitCount(), questions.key
-    for problem in questions.problems:
-        wanted = [[question.text, question.answer] for question in problem.questions]
+    asked = [
+        [key.position, [problem.context, [[question.text, question.answer] for question in problem.questions]]]
+        for problem in questions.problems
+    ]
+    new = journal.unanswered(backend, asked)
+    backend.prepare("answers", [(questions.problems[number], key.position) for number in new])
+    for problem, question in zip(questions.problems, asked, strict=True):
         texts, more_hits = journal.ask(
             backend,
-            [key.position, [problem.context, wanted]],
+            question,
             partial(backend.answers, problem, offset=key.position),
             level=key.level,
             tokens=key.num_tokens,

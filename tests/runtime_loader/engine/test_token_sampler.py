@@ -89,7 +89,7 @@ def test_log_probabilities_are_of_the_logits_as_they_are() -> None:
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
         ({"min_p": 2.0}, "min_p must be at least 0 and at most 1"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
         ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number"),
         ({"logprobs": 101}, "logprobs must be at least 0 and at most 100"),
