@@ -7,8 +7,10 @@ an entry point in SGLang's group of platforms. For trying things out and for tes
 from __future__ import annotations
 
 import importlib.util
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import transfer_over_tcp
 
 
 def activate() -> str:
@@ -121,6 +123,24 @@ def run_adapters() -> None:
     torch.Tensor.pin_memory = lambda self, device=None: self
 
 
+class PastEvent:
+    """An event of CUDA on a device whose work is done when it is asked for."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark a point of a stream."""
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+def send_without_streams() -> None:
+    """Let SGLang's prefill servers send rows without CUDA's events and pinned memory."""
+    torch_of_prefill: Any = PageableTorch("torch")
+    torch_of_prefill.cuda = SimpleNamespace(Event=PastEvent, current_stream=lambda: None)
+    prefill: Any = importlib.import_module("sglang.srt.disaggregation.prefill")
+    prefill.torch = torch_of_prefill
+
+
 def __getattr__(name: str) -> Any:
     if name != "TorchPlatform":
         raise AttributeError(name)
@@ -143,6 +163,9 @@ def __getattr__(name: str) -> Any:
         def init_backend(self) -> None:
             run_adapters()
             list_slots_in_torch()
+            send_without_streams()
+            if importlib.util.find_spec("mooncake") is None:
+                transfer_over_tcp.install()
 
         def get_dispatch_key_name(self) -> str:
             return "native"

@@ -20,7 +20,13 @@ from kvtuner.runtime_loader.sglang.compat.processes import (
     resolved,
 )
 from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest, identity_of_model
-from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, has_adapters, refuse_flags
+from kvtuner.runtime_loader.sglang.option_rules import (
+    BACKENDS,
+    METADATA_BACKEND,
+    ROLES,
+    has_adapters,
+    refuse_flags,
+)
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
 
@@ -55,6 +61,9 @@ def _choose_backend(server_args: Any) -> None:
                     f"{rule.flag} {chosen} cannot read a packed KV pool; drop it, or use {rule.flag} {METADATA_BACKEND}"
                 )
         decide(server_args, attention_backend=METADATA_BACKEND)
+        if server_args.disaggregation_mode == "decode" and server_args.disaggregation_decode_retraction_backup is None:
+            # SGLang would choose a host pool of rows of one width.
+            decide(server_args, disaggregation_decode_retraction_backup="cpu_tensor")
 
 
 def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
@@ -165,4 +174,8 @@ def _start_scheduler(server_args: Any) -> None:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
-        install_hooks(packed=not loaded.request.hicache_only, tiers=arguments.enable_hierarchical_cache)
+        install_hooks(
+            packed=not loaded.request.hicache_only,
+            tiers=arguments.enable_hierarchical_cache,
+            transfers=arguments.disaggregation_mode in ROLES,
+        )

@@ -42,7 +42,6 @@ OFF: Final = (None, False, "", "none", "null")
 
 _OFF_BY_REASON: Final = {
     "it scales an fp8 cache": ("quantization_param_path",),
-    "the other side would have to hold the same profile, and SGLang does not compare": ("disaggregation_mode",),
     "it copies rows of one width": ("disaggregation_decode_enable_offload_kvcache", "enable_flexkv"),
     "it copies keys and values of one width, and leaves their scales behind": ("enable_lmcache",),
     "ranks would share tokens of one pool": ("enable_prefill_cp",),
@@ -67,6 +66,7 @@ RULES: Final = (
     OptionRule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
     OptionRule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
     OptionRule("enable_lora", (True, False, None), "it is on or off"),
+    OptionRule("disaggregation_mode", ("prefill", "decode", None, "null"), "it is a role, or off"),
     OptionRule(
         "speculative_algorithm",
         ("NGRAM", "EAGLE", "EAGLE3", None),
@@ -122,10 +122,36 @@ SPECULATION_RULES: Final = (
 )
 """Rules beside speculative decoding."""
 
+ROLES: Final = ("prefill", "decode")
+"""The values of --disaggregation-mode with which prompts and answers are computed on different servers."""
+
+DISAGGREGATION_RULES: Final = (
+    OptionRule("disaggregation_transfer_backend", ("mooncake",), "no test moved packed rows by it"),
+    OptionRule(
+        "disaggregation_decode_retraction_backup",
+        (None, "none", "cpu_tensor"),
+        "its host pool holds rows of one width",
+        remedy="drop it: cpu_tensor is chosen",
+    ),
+    OptionRule("disaggregation_decode_host_receive_threshold", (1, None), "its host pool holds rows of one width"),
+    OptionRule("disaggregation_decode_allocation_policy", ("early",), "it was never tried"),
+    OptionRule("speculative_algorithm", (None,), "it was never tried"),
+    *(
+        OptionRule(name, OFF, "it was never tried")
+        for name in (
+            "disaggregation_enable_kv_checksum", "disaggregation_decode_enable_radix_cache", "enable_pd_role_switch",
+            "optimistic_prefill_attempts", "language_only", "enable_hierarchical_cache",
+        )
+    ),
+    *(OptionRule(name, (None, 1), "it was never tried") for name in ("dp_size", "pp_size", "nnodes")),
+)  # fmt: skip
+"""Rules beside disaggregation, on both sides."""
+
 LORA_RULES: Final = (
     OptionRule("enable_hierarchical_cache", OFF, "no test stored one adapter's pages beside another's"),
     OptionRule("speculative_algorithm", (None,), "it was never tried"),
     OptionRule("dp_size", (None, 1), "it was never tried"),
+    OptionRule("disaggregation_mode", (None, "null"), "it was never tried"),
 )
 """Rules beside adapters (LoRA)."""
 
@@ -144,6 +170,7 @@ BACKENDS: Final = tuple(
 VARIABLES: Final = {
     "SGLANG_USE_HND_KVCACHE": "rows hold all heads of a token",
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it sizes rows of one width",
+    "SGLANG_DISAGG_STAGING_BUFFER": "it splits rows of one width by heads",
 }
 
 
@@ -167,6 +194,8 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
         _refuse_options(arguments, SPECULATION_RULES, f"speculative decoding on {what}")
     if arguments.dp_size > 1:
         _refuse_options(arguments, REPLICA_RULES, f"replicas of {what}")
+    if arguments.disaggregation_mode in ROLES:
+        _refuse_options(arguments, DISAGGREGATION_RULES, f"disaggregation of {what}")
     if has_adapters(arguments):
         _refuse_options(arguments, LORA_RULES, f"LoRA on {what}")
     for name, reason in VARIABLES.items():

@@ -29,13 +29,17 @@ WINDOW_KEY: Final = "kvtuner_window"
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The facts of a rank: the whole model's profile, the query heads of a KV head, and the cap of scores or 0."""
+    """The facts of a rank: the whole model's profile, the query heads of a KV head, and the cap of scores or 0.
+
+    `dtype` is the name of that in which layers of 16 bits are stored.
+    """
 
     profile: Profile
     attend: Attend
     attention: PackedAttention
     gqa: int
     logit_cap: float
+    dtype: str = ""
 
 
 @dataclass(slots=True)

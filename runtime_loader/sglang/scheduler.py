@@ -33,6 +33,7 @@ from kvtuner.runtime_loader.sglang.process_state import (
     process_state,
 )
 from kvtuner.runtime_loader.sglang.self_test import announce_capacity
+from kvtuner.runtime_loader.sglang.transfers import install_transfers, tell_of_windows
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """The variable of the seconds that a rank waits for the others' word; 120 by default."""
 
 
-def install_hooks(*, packed: bool, tiers: bool) -> None:
-    """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any."""
+def install_hooks(*, packed: bool, tiers: bool, transfers: bool) -> None:
+    """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any.
+
+    And its `transfers`, where prompts are computed on another server than answers.
+    """
     on_introduction(lambda: _introduction(packed=packed))
     if packed:
         # Imported here because SGLang's own device pool is read by whichever backend the user likes.
@@ -59,6 +63,8 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
         )  # fmt: skip
         on_triton_backend(make_backend)
         on_beam_search(_refusal_of_beams)
+    if transfers:
+        install_transfers(lambda: f"{_served()} {process_state().active_rank().dtype}")
     pool_class = PackedKVPool if packed else MHATokenToKVPool
     if not tiers:
         on_built(pool_class, lambda _, pool, requests: _complete(pool, requests))
@@ -97,6 +103,7 @@ def _complete(pool: Any, requests: Any) -> None:
     # A device pool in the model's dtype is exact as it is.
     if isinstance(pool, PackedKVPool):
         pool.add_copies(requests)
+        tell_of_windows(pool)
         if pool.k_buffer[0].is_cuda:
             recommend_graph(graph_requests(), requests.size, *pool.bytes_per_token)
 
@@ -153,13 +160,14 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     profile = _profile(kvc.model_config)
     # SGLang asks again where it sizes pools anew; ranks agree once.
     if state.rank is None:
-        _agree(f"{profile.digest} attend={attend}")
+        _agree(_served())
     formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
     if state.rank is None:
         num_heads = profile.geometry.num_attention_heads // here.tp_size
         cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
         attention = _backend(kvc).make(torch.device(kvc.device))
-        state.rank = RankState(profile, attend, attention, num_heads // formats[0].k.num_heads, float(cap))
+        gqa, dtype = num_heads // formats[0].k.num_heads, str(kvc.kv_cache_dtype).removeprefix("torch.")
+        state.rank = RankState(profile, attend, attention, gqa, float(cap), dtype)
     return sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
 
 
@@ -192,6 +200,11 @@ def _workspace_bytes(kvc: Any) -> int:
             context_length=kvc.model_config.context_len, has_window=profile.window.num_tokens > 0,
         )
     )  # fmt: skip
+
+
+def _served() -> str:
+    """Return what rows are made by here, in a word that ranks and servers compare."""
+    return f"{_profile().digest} attend={process_state().active().request.attend}"
 
 
 def _backend(kvc: Any) -> AttentionBackend:

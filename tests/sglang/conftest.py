@@ -18,6 +18,7 @@ from sglang_server import (
     HERE,
     START_S,
     Agreement,
+    Pair,
     Place,
     Programs,
     Server,
@@ -38,7 +39,17 @@ from kvtuner.transforms import TransformKind
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fixture_types import Compare, LaunchedNodes, MixedLayers, Prompts, Refused, RunProgram, SaveProfile, Serve
+    from fixture_types import (
+        Compare,
+        LaunchedNodes,
+        MixedLayers,
+        Prompts,
+        Refused,
+        RunProgram,
+        SaveProfile,
+        Serve,
+        ServePair,
+    )
 
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -104,6 +115,23 @@ def serve(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Serve
         finally:
             for process in processes:
                 kill_tree(process)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def serve_pair(serve: Serve) -> ServePair:
+    """`with serve_pair(model, *flags, decode=[...]) as pair:`, one for prompts and one that answers."""
+
+    @contextmanager
+    def start(model: Path, *flags: str, prefill: Sequence[str] = (), decode: Sequence[str] = ()) -> Iterator[Pair]:
+        port = free_port()
+        of_prefill = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+        with (
+            serve(model, *flags, *prefill, *of_prefill) as first,
+            serve(model, *flags, *decode, "--disaggregation-mode", "decode") as second,
+        ):
+            yield Pair(first, second, port)
 
     return start
 

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_exec
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool
+from kvtuner.runtime_loader.sglang.compat.disaggregation import slots_in_transfer
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
 from kvtuner.runtime_loader.sglang.compat.speculation import check_draft_pool, draft_bytes_per_token
 from kvtuner.runtime_loader.sglang.process_state import refusing
@@ -136,7 +137,8 @@ class _RequestCosts:
         was_disabled, log.disabled = log.disabled, True
         try:
             # One more than requests, for tokens that pad a graph.
-            return (int(self.configurator.resolve_max_num_reqs(num_tokens)) + 1) * self.bytes_per_request
+            slots = int(self.configurator.resolve_max_num_reqs(num_tokens)) + 1 + slots_in_transfer()
+            return slots * self.bytes_per_request
         finally:
             log.disabled = was_disabled
 

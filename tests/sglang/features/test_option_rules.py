@@ -12,6 +12,7 @@ import pytest
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.option_rules import (
     BACKENDS,
+    DISAGGREGATION_RULES,
     HICACHE_RULES,
     LORA_RULES,
     REPLICA_RULES,
@@ -60,9 +61,13 @@ def test_every_rule_of_speculative_decoding_refuses_its_option_beside_drafts_alo
 
 @pytest.mark.parametrize("rule", LORA_RULES, ids=lambda rule: rule.name)
 def test_every_rule_of_adapters_refuses_its_option_beside_them_alone(rule: OptionRule) -> None:
-    fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES)}
+    fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES, *DISAGGREGATION_RULES)}
     fine = {**fine, "enable_hierarchical_cache": False, "speculative_algorithm": None}
-    works: object = {"enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
+    works: object = {
+        "enable_hierarchical_cache": True,
+        "speculative_algorithm": "NGRAM",
+        "disaggregation_mode": "decode",
+    }.get(rule.name, 2)
     refuse_flags(arguments(device="cpu", **{**fine, rule.name: works}), {})
     refuse_flags(arguments(device="cpu", **{**fine, rule.name: works, "enable_lora": False, "lora_paths": ["a"]}), {})
     for asked in ({"enable_lora": True}, {"enable_lora": None, "lora_paths": ["a"]}):
@@ -81,6 +86,19 @@ def test_every_rule_of_replicas_refuses_its_option_beside_them_alone(rule: Optio
     refuse_flags(arguments(device="cpu", **{**fine, "dp_size": 2}), {})
     with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with replicas of a packed KV pool"):
         refuse_flags(arguments(device="cpu", **{**fine, "dp_size": 2, rule.name: bad}), {})
+
+
+@pytest.mark.parametrize("rule", DISAGGREGATION_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_disaggregation_refuses_its_option_beside_it_alone(rule: OptionRule) -> None:
+    fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES)}
+    fine = {**fine, **{each.name: each.works[-1] for each in DISAGGREGATION_RULES}}
+    bad: object = {"enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
+    alone = {**fine, rule.name: bad}
+    refuse_flags(arguments(device="cpu", **({**alone, "nnodes": 1} if rule.name == "dp_size" else alone)), {})
+    for side in ("prefill", "decode"):
+        refuse_flags(arguments(device="cpu", **{**fine, "disaggregation_mode": side}), {})
+        with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with disaggregation of a packed KV pool"):
+            refuse_flags(arguments(device="cpu", **{**alone, "disaggregation_mode": side}), {})
 
 
 def test_adapters_beside_a_quantized_host_tier() -> None:
@@ -150,7 +168,9 @@ DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend", "cuda_graph_conf
 def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: RunProgram) -> None:
     done = run_program("-c", OPTIONS)
     options = set(json.loads(done.stdout.splitlines()[-1]))
-    rules = {rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES, *LORA_RULES, *REPLICA_RULES)}
+    rules = {
+        rule.name for rule in (*EVERY_RULE, *SPECULATION_RULES, *LORA_RULES, *REPLICA_RULES, *DISAGGREGATION_RULES)
+    }
     assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
     assert set(GOVERNED.values()) <= rules
     touching = {name for name in options if any(word in name for word in WORDS)}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from fixture_types import Compare, Json, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from fixture_types import Compare, Json, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve, ServePair
     from sglang_server import Server
     from torch import Tensor
 
@@ -194,6 +194,27 @@ def test_what_comes_back_from_a_lower_tier_is_read_from_rows(case: Case, serve: 
         reads[:60, :60] = True
         reads[hit : len(again), hit : len(again)] = True
     assert_reads(case, again, answer, exact, unbroken)
+
+
+def test_a_prompt_that_another_server_computed_is_read_from_rows_whoever_had_its_slot(
+    case: Case, serve_pair: ServePair, prompts: Prompts
+) -> None:
+    # One request runs, and two more slots are for those that are transferred meanwhile.
+    one = ("--max-running-requests", "1", "--page-size", "1")
+    shorter, (ids,) = prompts(*[34] * 4, seed=11), prompts(44, seed=6)
+    with serve_pair(case.folder, *case.flags, *one) as pair:
+        for other in shorter:
+            pair.generate([other], TOKENS)  # leaves copies of positions at which the next request has rows
+        (answer,) = pair.generate([ids], TOKENS, top=case.model.config.vocab_size)
+        log = pair.decode.log
+    assert f"prompts come here as rows, so that of {WINDOW}" in log
+    assert "for each of 4 request slots" in log
+    exact, unbroken = (window_reads(len(ids) + TOKENS, at_hand_from) for at_hand_from in (len(ids), 0))
+    for reads in (exact, unbroken):
+        reads[: len(ids), : len(ids)] = True
+    output, tops = answer["output_ids"], answer["meta_info"]["output_top_logprobs"]
+    later = {"output_ids": output[1:], "meta_info": {"output_top_logprobs": tops[1:]}}
+    assert_reads(case, [*ids, output[0]], later, exact, unbroken)
 
 
 @pytest.mark.parametrize(
