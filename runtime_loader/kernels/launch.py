@@ -18,6 +18,8 @@ from kvtuner.runtime_loader.kernels.transform_steps import changes_queries
 from kvtuner.runtime_loader.kernels.window import attend_copies, store_copies
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
@@ -40,19 +42,32 @@ LOG2_E: Final = math.log2(math.e)
 SCRATCH_ALIGNMENT: Final = 256
 
 
-class Scratch:
-    """A buffer that is handed out piece by piece, from the start again for every call.
+def stream_of(device: torch.device) -> int:
+    """The number of the stream that launches on a device go to."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
-    What does not fit is allocated for the call: inside a CUDA graph that memory is the graph's own.
+
+class Scratch:
+    """A buffer that is handed out piece by piece, from the start again for every call, on one stream: the first.
+
+    What does not fit, and everything on another stream, is allocated for the call: torch keeps the memory of streams
+    apart, and inside a CUDA graph that memory is the graph's own. So no two streams ever share a piece.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_bytes: int, device: torch.device, current_stream: Callable[[torch.device], int] = stream_of
+    ) -> None:
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._current_stream = current_stream
+        self._stream: int | None = None
         self._used = 0
 
     def restart(self) -> Scratch:
-        """Give the same memory out again; whatever was taken before is lost."""
-        self._used = 0
+        """Give the same memory out again; whatever was taken before on this stream is lost."""
+        stream = self._current_stream(self._buffer.device)
+        if self._stream is None:
+            self._stream = stream
+        self._used = 0 if stream == self._stream else len(self._buffer)
         return self
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,17 @@ def test_what_does_not_fit_has_memory_of_its_own() -> None:
     small.fill_(1.0)
     assert (large == 3).all()
     assert large.shape == (1000,)
+
+
+def test_no_two_streams_share_a_piece() -> None:
+    streams = iter((7, 9, 7, 9, 7))
+    scratch = Scratch(4096, torch.device("cpu"), lambda _: next(streams))
+    taken = [(scratch.restart().take((100,), torch.float32), scratch.take((50,), torch.float16)) for _ in range(5)]
+    spans = [[(piece.data_ptr(), piece.data_ptr() + piece.nbytes) for piece in pieces] for pieces in taken]
+    assert spans[0] == spans[2] == spans[4]  # the first stream's calls follow one another
+    apart = [spans[0], spans[1], spans[3]]
+    for one, other in itertools.combinations([span for pieces in apart for span in pieces], 2):
+        assert one[1] <= other[0] or other[1] <= one[0]
 
 
 def test_layers_of_all_kinds_share_it_at_every_batch(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
