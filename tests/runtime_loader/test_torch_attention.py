@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from dequantized_attention import dequantized_decode
+from nan_check import WITH_NAN, assert_nan_is_seen_by_its_request_alone
 
 from kvtuner.errors import CacheError
 from kvtuner.precision import PACKED_BITS
@@ -18,6 +19,7 @@ from kvtuner.runtime_loader.torch_attention import TorchAttention
 from kvtuner.transforms import TransformKind, candidate_transforms
 
 if TYPE_CHECKING:
+    from fixture_types import MakePoisoned, MakeRowFormat
     from torch import Tensor
 
     from kvtuner.precision import WordBits
@@ -176,15 +178,11 @@ def test_groups_and_words_of_every_kind_are_folded_into_scores_and_sums(
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_nan_is_seen_by_its_request_and_by_no_other(side: str) -> None:
-    keys, values, slots, k, v = filled((2, 2), 64, QuantSpec(4), QuantSpec(2), [9, 8])
-    broken = {"keys": k, "values": v}
-    broken[side][7, :, 3] = torch.nan
-    TorchAttention().store(keys, values, torch.cat(slots), k, v)
-    q = random(2, 2, 64, seed=0)
-    found = TorchAttention().decode(q, keys, values, torch.tensor([0, 9, 17]), torch.cat(slots), ScoreScaling(1.0))
-    assert found[0].isnan().all() and not found[1].isnan().any()
+@pytest.mark.parametrize("where", WITH_NAN)
+def test_nan_is_seen_by_its_request_and_by_no_other(
+    where: str, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
+    assert_nan_is_seen_by_its_request_alone(TorchAttention().decode, where, row_format, poisoned)
 
 
 def test_results_come_in_the_dtype_of_the_queries() -> None:

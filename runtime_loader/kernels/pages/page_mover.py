@@ -16,9 +16,9 @@ from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of, untimed
 from kvtuner.runtime_loader.kernels import NAME
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import EXACT, READ_TOKENS, STORED_TOKENS, read_layer_facts, store_facts
+from kvtuner.runtime_loader.kernels.launch import EXACT, STORED_TOKENS, read_to_places, store_facts
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
-from kvtuner.runtime_loader.kernels.pages.store_and_read_layers import read_layer, store_layers
+from kvtuner.runtime_loader.kernels.pages.store_layers import store_layers
 from kvtuner.runtime_loader.packed_attention import PackedRows
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ class _Dequantizing:
             for each in zip(layers, rows, strict=True)
         ]
         self._rows, self._slots = _Rows(rows, pages, range(len(layers))), _staged_slots(rows)
+        # On the device: the one that a launch reads is the first of those behind so many tokens.
+        self._counts = torch.arange(self._block + 1, dtype=torch.int32, device=staging.device)
 
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
         k, v = (side.buffer for side in self._layers[layer])
@@ -197,10 +199,7 @@ class _Dequantizing:
         for host, device in in_blocks(host_slots, device_slots, self._page_size, self._block):
             self._rows.copy(host, self._slots[: len(device)], range(layer, layer + 1), to_host=False)
             with self._timed("dequantize"):
-                read_layer[(triton.cdiv(len(device), READ_TOKENS), keys.num_heads, 2)](
-                    keys.rows, keys.words, keys.mu, keys.lam, k, k.stride(0), k.stride(1), values.rows, values.words,
-                    v, v.stride(0), v.stride(1), device, len(device), **read_layer_facts(keys, values), **EXACT,
-                )  # fmt: skip
+                read_to_places(keys, values, self._slots[: len(device)], device, self._counts[len(device) :], k, v)
 
 
 def _staged(layers: Layers, block: int, staging: Tensor | None = None) -> list[list[Tensor]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from dequantized_attention import dequantized_decode
+from nan_check import WITH_NAN, assert_nan_is_seen_by_its_request_alone
 from windowed_requests import WindowedPool, live
 
 from kvtuner.errors import CacheError, PrecisionError, ServingError
@@ -183,24 +184,11 @@ def test_a_window_whose_copies_have_gaps(native: NativeAttention, by_cache: bool
     assert pool.num_compared == 30
 
 
-@pytest.mark.parametrize("where", ["keys", "values", "queries"])
+@pytest.mark.parametrize("where", WITH_NAN)
 def test_nan_is_seen_by_its_request_and_by_no_other(
     native: NativeAttention, where: str, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
-    keys, values = (poisoned(row_format(1, 64, 4), 90) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    slots, q = torch.arange(80), torch.randn(2, 2, 64, generator=generator)
-    for stored, name in ((keys, "keys"), (values, "values")):
-        states = torch.randn(80, 1, 64, generator=generator)
-        if where == name:
-            states[3, 0, 0] = torch.nan
-        stored.write(slots, states)
-    if where == "queries":
-        q[0, 0, 5] = torch.nan
-    found = native.decode(q, keys, values, torch.tensor([0, 40, 80]), slots, ScoreScaling(0.125))
-    assert found[0, 0].isnan().all()
-    assert found[0, 1].isnan().all() == (where != "queries")
-    assert not found[1].isnan().any()
+    assert_nan_is_seen_by_its_request_alone(native.decode, where, row_format, poisoned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

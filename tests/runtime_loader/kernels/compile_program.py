@@ -35,7 +35,8 @@ from kvtuner.runtime_loader.kernels.launch import (
 from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, Device
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
 from kvtuner.runtime_loader.kernels.pages.page_mover import COPY_WARPS, copy_facts
-from kvtuner.runtime_loader.kernels.pages.store_and_read_layers import read_layer, store_layers
+from kvtuner.runtime_loader.kernels.pages.store_layers import store_layers
+from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
@@ -142,7 +143,7 @@ def moving_layers(k_bits: int, v_bits: int) -> list[dict[str, int]]:
     facts = {**store_facts(keys, values), "UNIT": 8, "K_UNIT": 8, "V_UNIT": 8}
     kernels = [
         sass.compiled(store_layers, facts, HOPPER, **EXACT),
-        sass.compiled(read_layer, read_layer_facts(keys, values), HOPPER, **EXACT),
+        sass.compiled(read_joined, read_layer_facts(keys, values), HOPPER, **EXACT),
     ]
     return [{**instructions(kernel), "spills": spills(kernel)} for kernel in kernels]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from nan_check import WITH_NAN, assert_nan_is_seen_by_its_request_alone
 
 from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch
@@ -141,24 +143,11 @@ def test_short_words_beside_long_ones(row_format: MakeRowFormat, poisoned: MakeP
 
 
 @pytest.mark.parametrize("num_splits", [1, NUM_SPLITS])
-@pytest.mark.parametrize("where", ["keys", "values", "queries"])
+@pytest.mark.parametrize("where", WITH_NAN)
 def test_nan_is_seen_by_its_request_and_by_no_other(
     where: str, num_splits: int, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
-    keys, values = (poisoned(row_format(1, 64, 4), 90) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    slots, q = torch.arange(80), torch.randn(2, 2, 64, generator=generator)
-    for stored, name in ((keys, "keys"), (values, "values")):
-        states = torch.randn(80, 1, 64, generator=generator)
-        if where == name:
-            states[3, 0, 0] = torch.nan
-        stored.write(slots, states)
-    if where == "queries":
-        q[0, 0, 5] = torch.nan
-    found = decode(q, keys, values, torch.tensor([0, 40, 80]), slots, ScoreScaling(0.125), num_splits)
-    assert found[0, 0].isnan().all()
-    assert found[0, 1].isnan().all() == (where != "queries")
-    assert not found[1].isnan().any()
+    assert_nan_is_seen_by_its_request_alone(partial(decode, num_splits=num_splits), where, row_format, poisoned)
 
 
 def test_nothing_is_lost_over_a_long_split(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:

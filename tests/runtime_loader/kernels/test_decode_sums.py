@@ -10,6 +10,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from kvtuner.precision import PACKED_BITS, num_slots
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -20,7 +21,9 @@ from kvtuner.runtime_loader.torch_attention import TorchAttention
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat
 
-NUM_TOKENS, SPLIT_TOKENS = 131_072, 16_384
+NUM_TOKENS = 131_072
+SPLITS = [pytest.param(16_384, marks=pytest.mark.slow), pytest.param(NUM_TOKENS, marks=pytest.mark.full)]
+"""The tokens of the one split that the kernel reads."""
 STEPS = {"Hopper": 16, "Ampere": 8}
 """The products that a tensor core adds to its accumulator at once (Fasi et al., PeerJ CS 2021)."""
 
@@ -52,19 +55,24 @@ def test_the_emulated_accumulator_loses_what_a_split_of_this_length_may_not_lose
     assert (exact - sums > 5e-4 * exact).all()  # of which far more is left where values cancel
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("num_tokens", SPLITS)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", PACKED_BITS)
 def test_a_long_split_loses_nothing(
-    step: int, bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    bits: int,
+    num_tokens: int,
+    row_format: MakeRowFormat,
+    poisoned: MakePoisoned,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys, values = (poisoned(row_format(1, 16 * 16 // bits, bits), SPLIT_TOKENS) for _ in range(2))
+    keys, values = (poisoned(row_format(1, 16 * num_slots(bits), bits), num_tokens) for _ in range(2))
     generator = torch.Generator().manual_seed(5)
-    slots, head_dim = torch.arange(SPLIT_TOKENS), keys.format.head_dim
+    slots, head_dim = torch.arange(num_tokens), keys.format.head_dim
     for stored in (keys, values):
-        stored.write(slots, torch.randn(SPLIT_TOKENS, 1, head_dim, generator=generator))
-    q, indptr = torch.randn(1, 2, head_dim, generator=generator), torch.tensor([0, SPLIT_TOKENS])
+        stored.write(slots, torch.randn(num_tokens, 1, head_dim, generator=generator))
+    q, indptr = torch.randn(1, 2, head_dim, generator=generator), torch.tensor([0, num_tokens])
     scores = ScoreScaling(0.3 * head_dim**-0.5)
     expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
 

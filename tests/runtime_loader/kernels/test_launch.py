@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("launch_program.py")
 TRANSFORMS = "centered+balanced+hadamard"
 KERNELS = {
     "store_rows", "prepare_queries", "decode_split", "merge_splits", "attend_copies", "attend_fresh", "store_copies",
-    "read_side", "read_joined", "copy_pages", "store_layers", "read_layer",
+    "read_side", "read_joined", "copy_pages", "store_layers",
 }  # fmt: skip
 ONE: dict[str, Any] = {
     "archs": [90], "pairs": [[4, 2]], "head_dims": [128], "groups": [1], "heads": [[2, 4]], "kinds": [TRANSFORMS],

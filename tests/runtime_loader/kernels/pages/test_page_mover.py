@@ -12,6 +12,7 @@ import torch
 from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
+from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS
 from kvtuner.runtime_loader.kernels.pages import page_mover
 from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
@@ -84,15 +85,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     found: list[tuple[str, tuple[int, ...]]] = []
 
     class Noted:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(page_mover, name)
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             found.append((self.name, grid))
             return self.kernel[grid]
 
-    for name in ("copy_pages", "store_layers", "read_layer"):
-        monkeypatch.setattr(page_mover, name, Noted(name))
+    for module, name in ((page_mover, "copy_pages"), (page_mover, "store_layers"), (launch, "read_joined")):
+        monkeypatch.setattr(module, name, Noted(name, getattr(module, name)))
     return found
 
 

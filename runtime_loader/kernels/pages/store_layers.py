@@ -1,4 +1,4 @@
-"""Kernels that quantize tokens of several layers into staged rows by one launch, and read those of one layer back.
+"""The kernel that quantizes tokens of several layers into staged rows by one launch.
 
 Device pools of different layers are memory of its own each, so that a table says how far they lie from the first.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.store_and_read_rows import read_tile, store_side
+from kvtuner.runtime_loader.kernels.store_and_read_rows import store_side
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -46,31 +46,4 @@ def store_layers(
             v_ptr + UNIT * tl.load(spans_ptr + 1), v_stride_t, v_stride_h,
             v_rows_ptr + V_UNIT * tl.load(spans_ptr + 3), v_ptr, v_ptr, slots, tokens, mask_tokens, head,
             V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_FITTED, V_PADDED, V_WORD, TOKENS,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
-def read_layer(
-    k_rows_ptr, k_words_ptr, k_mu_ptr, k_lam_ptr, k_ptr, k_stride_t, k_stride_h,
-    v_rows_ptr, v_words_ptr, v_ptr, v_stride_t, v_stride_h, slots_ptr, num_tokens,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_STEPS: tl.constexpr,
-    K_PADDED: tl.constexpr, K_WORD: tl.constexpr,
-    V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STEPS: tl.constexpr,
-    V_PADDED: tl.constexpr, V_WORD: tl.constexpr,
-):  # fmt: skip
-    """Read staged keys or values, by the third axis of the grid, of one head back to a block of device slots."""
-    head = tl.program_id(1)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    mask_tokens = tokens < num_tokens  # [TOKENS]
-    slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
-    if tl.program_id(2) == 0:
-        read_tile(
-            k_rows_ptr, k_words_ptr, k_mu_ptr, k_lam_ptr, tokens, k_ptr, k_stride_t, k_stride_h, slots, mask_tokens,
-            head, HEADS, K_ROW, K_DIM, K_BITS, K_GROUPS, K_STEPS, K_PADDED, K_WORD,
-        )  # fmt: skip
-    else:
-        read_tile(
-            v_rows_ptr, v_words_ptr, v_ptr, v_ptr, tokens, v_ptr, v_stride_t, v_stride_h, slots, mask_tokens,
-            head, HEADS, V_ROW, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_PADDED, V_WORD,
         )  # fmt: skip
