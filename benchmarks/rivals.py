@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import optuna
 import torch
-from measurements import PLAIN
+from recipes.measurements import PLAIN
 from recipes.moments import measure_moments
 from recipes.ours import PAPER, OwnSearch, SearchSettings, paper_configuration, stored_budget
 from recipes.page import markdown, picture

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import optuna
-from measurements import PLAIN
+from recipes.measurements import PLAIN
 from search_quality import REFINED, add_arguments, compare, prepare, uniform_text
 
 from kvtuner.calibration.demo.outliers import make_twin

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from nan_check import WITH_NAN, assert_nan_is_seen_by_its_request_alone
+from dequantized_attention import WITH_NAN, assert_nan_is_seen_by_its_request_alone
 
 from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch

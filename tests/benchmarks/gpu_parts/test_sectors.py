@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from gpu_parts.pools import HeadShape, row_format  # noqa: E402
-from sectors import SECTOR_BYTES, SectorRow, counts_of  # noqa: E402
+from gpu_parts.sectors import SECTOR_BYTES, SectorRow, counts_of  # noqa: E402
 
 if TYPE_CHECKING:
     from kvtuner.precision import WordBits

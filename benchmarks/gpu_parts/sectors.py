@@ -1,7 +1,7 @@
 """Sectors of 32 bytes that programs read of one token's row: where scale words lie, and how many heads a program has.
 
-    python benchmarks/sectors.py
-    python benchmarks/sectors.py --head-dim 64 --word-bits 16 --json
+    python benchmarks/gpu_parts/sectors.py
+    python benchmarks/gpu_parts/sectors.py --head-dim 64 --word-bits 16 --json
 
 A GPU moves whole sectors from its last cache to a processor. Each program counts for itself: nobody says that two
 of a row run on one processor. From memory a row comes once, since programs of all its heads run at once. Nothing is
@@ -45,7 +45,7 @@ class SectorRow:
 
     Attributes:
         groups: The scale words of a head.
-        place: Where they lie.
+        place: The place of these in the row.
     """
 
     num_heads: int

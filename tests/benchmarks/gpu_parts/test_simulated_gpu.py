@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from sass_model import (  # noqa: E402
-    ENDLESS,
-    GPUS,
-    NO_BARRIER,
-    Instruction,
-    Work,
-    instructions_of,
-    path_of,
-    simulated_cycles,
-)
+from gpu_parts.sass_listing import NO_BARRIER, Instruction, instructions_of, path_of  # noqa: E402
+from gpu_parts.simulated_gpu import ENDLESS, GPUS, WarpWork, simulated_cycles  # noqa: E402
 
 H200 = next(gpu for gpu in GPUS if gpu.name == "H200")
 UNLIMITED = replace(H200, bytes_per_s=ENDLESS, cache_bytes_per_s=ENDLESS)
@@ -44,7 +36,7 @@ def listing(lines: list[Line]) -> str:
 
 def cycles(lines: list[Line], warps: int = 1, resident: int = 64, copied: float = 0.0, blocks: int = 1) -> float:
     path = path_of(instructions_of(listing(lines)), blocks)
-    return simulated_cycles(Work(path, copied), UNLIMITED, warps, resident)
+    return simulated_cycles(WarpWork(path, copied), UNLIMITED, warps, resident)
 
 
 def test_control_bits_of_a_printed_instruction_are_read() -> None:
@@ -119,7 +111,7 @@ def test_no_more_comes_from_memory_than_it_delivers() -> None:
     copies = [line("LDGSTS.E.BYPASS.128 [R1], [R2.64]"), line("LDGDEPBAR"), line("DEPBAR.LE SB0, 0x0")]
     path = instructions_of(listing(copies * 200))
     for resident in (4, 16, 64):
-        taken = simulated_cycles(Work(path, 200 * 512), H200, 64, resident)
+        taken = simulated_cycles(WarpWork(path, 200 * 512), H200, 64, resident)
         share = 64 * 200 * 512 / (taken / H200.hertz) * H200.processors / H200.bytes_per_s
         assert share <= 1
         # Little's law, of copies that each warp waits for in turn.
@@ -131,15 +123,18 @@ def test_the_path_takes_the_loop_with_products_and_no_slow_path() -> None:
     code = [
         line("MOV R0, R1"),  # 00
         line("@P0 EXIT"),  # 10
-        line("FADD R0, R0, R1"),  # 20
-        line("HMMA.16816.F32 R0, R4, R8, RZ"),  # 30
-        line("@P1 BRA 0x20"),  # 40
-        line("@P2 BRA 0x70"),  # 50
-        line("CALL.REL.NOINC 0x90"),  # 60
-        line("MUFU.RCP R0, R1"),  # 70
-        line("EXIT"),  # 80
-        line("FADD R9, R9, R9"),  # 90
+        line("@P0 BRA 0x50"),  # 20
+        line("STG.E [R2.64], R0"),  # 30
+        line("EXIT"),  # 40
+        line("FADD R0, R0, R1"),  # 50
+        line("HMMA.16816.F32 R0, R4, R8, RZ"),  # 60
+        line("@P1 BRA 0x50"),  # 70
+        line("@P2 BRA 0xa0"),  # 80
+        line("CALL.REL.NOINC 0xc0"),  # 90
+        line("MUFU.RCP R0, R1"),  # a0
+        line("EXIT"),  # b0
+        line("FADD R9, R9, R9"),  # c0
     ]
     names = [each.name for each in path_of(instructions_of(listing(code)), 3)]
     loop = ["FADD", "HMMA.16816.F32", "BRA"]
-    assert names == ["MOV", "EXIT", *loop, *loop, *loop, "BRA", "MUFU.RCP", "EXIT"]
+    assert names == ["MOV", "EXIT", "BRA", *loop, *loop, *loop, "BRA", "MUFU.RCP", "EXIT"]
