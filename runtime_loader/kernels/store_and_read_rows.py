@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid, fit_zero_point_grid
-from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
+from kvtuner.runtime_loader.kernels.transform_steps import (
+    INNER,
+    LANES,
+    apply_steps,
+    invert_steps,
+    mixes_channels,
+)
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     fp16_saturated,
@@ -45,11 +51,16 @@ def _load_transformed(
 ):  # fmt: skip
     """Keys or values of one head in stored space, [SLOTS, TOKENS, SPREAD], where `channel` [SLOTS, 1, SPREAD] lies."""
     if mixes_channels(STEPS):
-        channels = tl.arange(0, PADDED)[None, :]  # [1, PADDED]
-        mask = channels < DIM  # [1, PADDED]
-        x_ptrs = x_ptr + tokens[:, None] * x_stride_t + channels  # [TOKENS, PADDED]
-        x = tl.load(x_ptrs, mask=mask_tokens[:, None] & mask, other=0.0)  # [TOKENS, PADDED]
-        y = apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS, DIM)  # [TOKENS, PADDED]
+        # Slower axes lie in registers, faster ones in lanes, and the fastest is one piece of memory: by Triton's own
+        # choice, which a Hadamard that needs no other keeps.
+        OUTER: tl.constexpr = PADDED // (LANES * INNER)
+        outer = tl.arange(0, OUTER)[:, None, None, None] * (LANES * INNER)
+        channels = outer + tl.arange(0, LANES)[None, None, :, None] * INNER + tl.arange(0, INNER)[None, None, None, :]
+        mask = channels < DIM  # [OUTER, 1, LANES, INNER]
+        x_ptrs = x_ptr + tokens[None, :, None, None] * x_stride_t + channels  # [OUTER, TOKENS, LANES, INNER]
+        x = tl.load(x_ptrs, mask=mask_tokens[None, :, None, None] & mask, other=0.0)
+        y = apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS, DIM)  # [OUTER, TOKENS, LANES, INNER]
+        y = tl.reshape(tl.permute(y, (1, 0, 2, 3)), (TOKENS, PADDED))  # [TOKENS, PADDED]
         if PADDED != DIM:
             # Padding lies behind all channels, and is wanted behind those of each slot.
             index = tl.reshape(tl.permute(channel, (1, 0, 2)), (1, PADDED))  # [1, PADDED]

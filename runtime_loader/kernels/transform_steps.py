@@ -11,8 +11,13 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from kvtuner.runtime_loader.kernels.unpack_codes import for_each
+
 KERNEL_STEPS: Final = ("centered", "balanced", "hadamard")
 """The steps that the three functions of this module take."""
+INNER: Final = tl.constexpr(4)
+"""The channels side by side of a lane, and `LANES` the lanes that share a row, where tokens are stored."""
+LANES: Final = tl.constexpr(4)
 
 
 @triton.constexpr_function
@@ -28,7 +33,10 @@ def changes_queries(steps: tuple[str, ...]) -> bool:
 
 @triton.jit
 def apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS: tl.constexpr, DIM: tl.constexpr):
-    """Take keys or values of a head to stored space, float32; `channels` and their `mask` can be broadcast to `x`."""
+    """Take keys or values of a head to stored space, float32; `channels` and their `mask` can be broadcast to `x`.
+
+    To mix channels, `x` is [OUTER, tokens, LANES, INNER]: channels in their order, but for tokens amid them.
+    """
     y = x.to(tl.float32)  # the shape of x
     constants = tl.broadcast_to(head * DIM + channels, x.shape)  # the shape of x
     mask = tl.broadcast_to(mask, x.shape)  # the shape of x
@@ -38,7 +46,7 @@ def apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS: tl.constexp
         elif STEPS[index] == "balanced":
             y = y * tl.load(inverse_ptr + constants, mask=mask, other=0.0)
         elif STEPS[index] == "hadamard":
-            y = _hadamard(tl.where(mask, y, 0.0), DIM)
+            y = _hadamard_of_lanes(tl.where(mask, y, 0.0), DIM)
     return y
 
 
@@ -84,3 +92,77 @@ def _hadamard(x, DIM: tl.constexpr):
         a, b = tl.split(tl.reshape(x, (ROWS, CHANNELS // BLOCK, BLOCK // 2, 2)))  # [ROWS, blocks, BLOCK / 2]
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, CHANNELS))
     return x * (BLOCK**-0.5)
+
+
+@triton.constexpr_function
+def _lanes_apart(stage):
+    """Return how far the lanes lie whose numbers a stage adds, 0 where both are one lane's."""
+    return 1 << (stage - 2) if 2 <= stage < 4 else 0
+
+
+@triton.constexpr_function
+def _parts_apart(stage, count):
+    """Return how far the parts lie that a stage adds: the lower its channels' bit, the farther."""
+    return count >> (stage + 1 if stage < 2 else stage - 1)
+
+
+@triton.jit
+def _split_bit(index, parts):
+    """The numbers [ROWS, LANES, half] of a part whose place in it is even, or odd, as `index` is."""
+    x = parts[index // 2]  # [ROWS, LANES, numbers]
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+    if index % 2 == 0:
+        part = even
+    else:
+        part = odd
+    return part
+
+
+@triton.jit
+def _join_bit(index, parts):
+    """The part [ROWS, LANES, numbers] of two [ROWS, LANES, half] that `_split_bit` took apart."""
+    even = parts[2 * index]  # [ROWS, LANES, half]
+    return tl.reshape(tl.join(even, parts[2 * index + 1]), (even.shape[0], even.shape[1], 2 * even.shape[2]))
+
+
+@triton.jit
+def _sum_or_difference(index, parts, APART: tl.constexpr):
+    """A number of a butterfly's stage: the sum or the difference of two parts that lie `APART`."""
+    if (index // APART) % 2 == 0:
+        result = parts[index] + parts[index + APART]
+    else:
+        result = parts[index - APART] - parts[index]
+    return result
+
+
+@triton.jit
+def _across_lanes(index, parts, others, signs):
+    """A number of a butterfly's stage that lanes share: the other lane's, plus or minus this one's."""
+    x = parts[index]  # [ROWS, LANES, 1]
+    # Exact but for the sum: a product with 1 or -1.
+    return tl.fma(x, tl.broadcast_to(signs, x.shape), tl.gather(x, tl.broadcast_to(others, x.shape), 1))
+
+
+@triton.jit
+def _hadamard_of_lanes(x, DIM: tl.constexpr):
+    """Orthonormal Hadamard as `_hadamard`, of channels [OUTER, ROWS, LANES, INNER], of which lanes share each row."""
+    STAGES: tl.constexpr = _stages_of(DIM)
+    OUTER: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1]
+    COUNT: tl.constexpr = OUTER * INNER
+    BITS: tl.constexpr = _stages_of(COUNT)
+    # Every number a tensor of its own, one register of a lane: no stage but those of lanes moves anything.
+    parts = (tl.reshape(tl.permute(x, (1, 2, 0, 3)), (ROWS, LANES, COUNT)),)
+    for bit in tl.static_range(BITS):
+        parts = for_each(_split_bit, 2 << bit, (parts,))  # the place's lowest bit becomes the index's highest
+    lane = tl.arange(0, LANES)[None, :, None]  # [1, LANES, 1]
+    for stage in tl.static_range(STAGES):
+        if _lanes_apart(stage):
+            signs = tl.where((lane & _lanes_apart(stage)) == 0, 1.0, -1.0)  # [1, LANES, 1]
+            parts = for_each(_across_lanes, COUNT, (parts, lane ^ _lanes_apart(stage), signs))
+        else:
+            parts = for_each(_sum_or_difference, COUNT, (parts, _parts_apart(stage, COUNT)))
+    for bit in tl.static_range(BITS):
+        parts = for_each(_join_bit, COUNT >> (1 + bit), (parts,))
+    x = tl.permute(tl.reshape(parts[0], (ROWS, LANES, OUTER, INNER)), (2, 0, 1, 3))
+    return x * ((1 << STAGES) ** -0.5)
