@@ -79,7 +79,12 @@ class CompiledLaunch:
 
     def row(self, arch: int) -> dict[str, Any]:
         """The settings as the table has them for an architecture."""
-        return asdict(replace(self.launch, resident=self.resident(arch)))
+        return settings_of(replace(self.launch, resident=self.resident(arch)))
+
+
+def settings_of(launch: DecodeLaunch) -> dict[str, Any]:
+    """The settings that the table has; whether launches may overlap follows from the architecture."""
+    return {name: value for name, value in asdict(launch).items() if name != "dependent"}
 
 
 def chosen(pair: PrecisionPair, shape: HeadShape, tile: int) -> dict[int, CompiledLaunch]:
@@ -113,7 +118,7 @@ def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
             alike["archs"] += names
         else:
             rows.append({"archs": list(names), **key, **launches, **counts})
-    return [*rows, {"archs": ["gfx942"], **key, "launch": asdict(AMD), "wide": asdict(AMD)}]
+    return [*rows, {"archs": ["gfx942"], **key, "launch": settings_of(AMD), "wide": settings_of(AMD)}]
 
 
 def key_of(row: dict[str, Any]) -> tuple[int, ...]:

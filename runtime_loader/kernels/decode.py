@@ -29,6 +29,7 @@ from kvtuner.runtime_loader.kernels.queries import (
     queries_of,
     softcap,
     tokens_of_split,
+    wait_for_kernel_before,
 )
 from kvtuner.runtime_loader.kernels.stored_grids import stored_grids, value_grids
 from kvtuner.runtime_loader.kernels.unpack_codes import (
@@ -238,7 +239,7 @@ def decode_split(
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
     V_WORD: tl.constexpr,
     EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RESIDUAL: tl.constexpr,
-    SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr,
+    SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split of one request's rows: TILE pairs of query and head that read one KV head.
 
@@ -255,6 +256,7 @@ def decode_split(
     V_WIDE: tl.constexpr = V_DIM // V_SLOTS
     WINDOWED: tl.constexpr = RESIDUAL + SINKS > 0
     LANES: tl.constexpr = 8  # that share a column of a product
+    wait_for_kernel_before(DEPENDENT)
     split = tl.program_id(1)
     # Queries, heads and their mask are [TILE].
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(

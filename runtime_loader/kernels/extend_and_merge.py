@@ -11,6 +11,7 @@ from kvtuner.runtime_loader.kernels.queries import (
     queries_of,
     softcap,
     tokens_of_split,
+    wait_for_kernel_before,
 )
 from kvtuner.runtime_loader.kernels.transform_steps import invert_steps
 from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated
@@ -122,12 +123,14 @@ def merge_splits(
     partial_ptr, lse_ptr, q_indptr_ptr, out_ptr, out_stride_t, out_stride_h, num_splits, num_requests,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, MOST_SPLITS: tl.constexpr, STEPS: tl.constexpr,
     EXTEND: tl.constexpr, EXACT_PARTS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge one head of one query: weight its splits, undo the values' transform, once, and add its exact parts.
 
     SPLITS partial outputs are read at once, of at most MOST_SPLITS. Where requests have one query, the splits of a
     request without tokens are not read: which these are follows from its rows, that `q_indptr_ptr` then counts.
     """
+    wait_for_kernel_before(DEPENDENT)
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     parts = num_splits + EXACT_PARTS

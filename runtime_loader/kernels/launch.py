@@ -107,7 +107,7 @@ def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeL
     """The decode kernel's constants, but for what a call changes: EXTEND, CAPPED, BIASED and a window's."""
     facts: Facts = {
         "HEADS": keys.num_heads, "GQA": gqa, "TILE": launch.tile, "TOKENS": launch.tokens,
-        "MIN_SPLIT": launch.min_split, "ASM": launch.asm,
+        "MIN_SPLIT": launch.min_split, "ASM": launch.asm, "DEPENDENT": launch.dependent,
     }  # fmt: skip
     for name, side in (("K", keys), ("V", values)):
         own = {
@@ -128,7 +128,7 @@ def decode(
     """
     # Softmax cancels it where all keys are rows.
     biased = keys.centered and (scores.logit_cap > 0 or window is not None)
-    queries, bias = _prepare(q, keys, scratch, biased=biased)
+    queries, bias = _prepare(q, keys, launch, scratch, biased=biased)
     partial, lse = _attend_rows(
         q, queries, bias, keys, values, indptr, slots, scores, launch, num_splits, scratch,
         num_requests=len(q), biased=biased, window=window, exact_parts=int(window is not None),
@@ -156,7 +156,7 @@ def extend(
     """
     # The two are merged by the sums of their exponents, so that q . mu, which cached keys alone have lost, is added to
     # what rows say; the values' transform is undone on their part alone.
-    queries, bias = _prepare(q, keys, scratch, biased=keys.centered)
+    queries, bias = _prepare(q, keys, launch, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
     # What new tokens read of one another: all of it, or what is inside of their windows exactly and the rest as stored.
     tree, mask, starts, fresh = bounds.tree, bounds.tokens, bounds.tokens, [("all", k, v)]
@@ -275,7 +275,9 @@ def read_facts(side: KernelSide) -> Facts:
     }  # fmt: skip
 
 
-def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> tuple[Tensor, Tensor]:
+def _prepare(
+    q: Tensor, keys: KernelSide, launch: DecodeLaunch, scratch: Scratch, *, biased: bool
+) -> tuple[Tensor, Tensor]:
     """Queries in the space of stored keys, and q . mu; `q` itself where it is both."""
     if not (biased or changes_queries(keys.steps)):
         return q, q
@@ -284,7 +286,7 @@ def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> 
     prepare_queries[(len(q), keys.num_heads)](
         q, q.stride(0), q.stride(1), keys.lam, keys.mu, queries, bias, HEADS=keys.num_heads,
         GQA=q.shape[1] // keys.num_heads, DIM=keys.head_dim, PADDED=keys.padded, STEPS=keys.steps,
-        BIASED=biased,
+        BIASED=biased, DEPENDENT=launch.dependent, **launch.launch_options,
     )  # fmt: skip
     return queries, bias
 
@@ -322,7 +324,7 @@ def _merge(
     merge_splits[(len(out), out.shape[1])](
         partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
         PADDED=values.padded, STEPS=values.steps, EXTEND=extend, EXACT_PARTS=exact_parts,
-        **merge_facts(launch, num_splits),
+        **merge_facts(launch, num_splits), **launch.launch_options,
     )  # fmt: skip
 
 
@@ -330,5 +332,5 @@ def merge_facts(launch: DecodeLaunch, num_splits: int) -> Facts:
     """The constants of the merge that follow from how rows are split, the same for every number of requests."""
     return {
         "SPLITS": MERGED_SPLITS, "MOST_SPLITS": triton.next_power_of_2(max(num_splits, MOST_SPLITS)),
-        "MIN_SPLIT": launch.min_split, "TOKENS": launch.tokens,
+        "MIN_SPLIT": launch.min_split, "TOKENS": launch.tokens, "DEPENDENT": launch.dependent,
     }  # fmt: skip

@@ -26,6 +26,8 @@ SHORT_SPLIT: Final = 64
 MOST_SPLITS: Final = 256
 NARROW, WIDE = 8, 16
 """The pairs of query and head of a program: few where a request has one query and a KV head no more, or many."""
+FIRST_DEPENDENT: Final = 90
+"""The compute capability from which programmatic dependent launch is there."""
 ROUNDS: Final = 2
 """The number of times that a device full of programs is filled again."""
 
@@ -41,6 +43,7 @@ class DecodeLaunch:
         resident: The programs that a multiprocessor holds at once.
         registers: The most registers of a thread; the compiler's choice by default.
         tile: The pairs of query and head of a program.
+        dependent: Whether decode's launches begin while the kernel in front of them ends, which they wait for.
     """
 
     tokens: int
@@ -51,12 +54,18 @@ class DecodeLaunch:
     resident: int = 4
     registers: int | None = None
     tile: int = NARROW
+    dependent: bool = False
 
     @property
     def options(self) -> dict[str, int]:
         """The options of Triton's compiler."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
+        options = {"num_warps": self.warps, "num_stages": self.stages, **self.launch_options}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """The options of decode's launches, whatever else they have."""
+        return {"launch_pdl": True} if self.dependent else {}
 
 
 INTERPRETED: Final = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16, resident=1)
@@ -103,7 +112,11 @@ class Device:
                 f" {values.head_dim}, {groups} scales for a head, on {self.arch}; serve without a profile, or in a"
                 f" checkout make the table of runtime_loader/kernels/{TABLE} anew: python benchmarks/launch_table.py"
             )
-        return rows[max(fitting)][extend or gqa > NARROW]
+        return replace(rows[max(fitting)][extend or gqa > NARROW], dependent=self._launches_dependents)
+
+    @property
+    def _launches_dependents(self) -> bool:
+        return self.arch.startswith("sm_") and int(self.arch.removeprefix("sm_")) >= FIRST_DEPENDENT
 
     def for_batch(self, launch: DecodeLaunch, num_requests: int, tiles: int) -> DecodeLaunch:
         """Return the settings of a batch: shorter splits where one part of each request leaves the device idle."""

@@ -10,6 +10,15 @@ from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated
 
 
 @triton.jit
+def wait_for_kernel_before(DEPENDENT: tl.constexpr):
+    """Wait, in a launch that began early, for the kernel in front of it, and let the one behind it begin."""
+    # First of all, since nothing says which argument that kernel writes; programs that wait take room of no other.
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
     """The first tile of a request."""
     # From its first query alone: at most one tile of each request stays empty.
@@ -96,9 +105,10 @@ def softcap(x, cap):
 def prepare_queries(
     q_ptr, q_stride_t, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
     HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
+    wait_for_kernel_before(DEPENDENT)
     TILE: tl.constexpr = triton.next_power_of_2(GQA)
     query = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

@@ -90,7 +90,7 @@ def around(head_dim: int) -> list[Any]:
     """What runs before and after it."""
     side = transformed(4, head_dim)
     size = {"DIM": head_dim, "PADDED": side.padded}
-    prepare = {"HEADS": HEADS, "GQA": GQA, "STEPS": side.steps, "BIASED": True, **size}
+    prepare = {"HEADS": HEADS, "GQA": GQA, "STEPS": side.steps, "BIASED": True, "DEPENDENT": True, **size}
     fresh = {"HEADS": HEADS, "GQA": GQA, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim}
     fresh |= {"V_PADDED": side.padded, "CAPPED": True, "EXTEND": True, **FRESH}
     copying = {"HEADS": HEADS, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim, "V_PADDED": side.padded}
@@ -130,6 +130,27 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
     return row["async_copies_16B"], launch.tokens * 2 * head_dim * loaded_bits // 8 / (16 * 32 * launch.warps)
 
 
+def waits(kernel: Any) -> tuple[str, int]:
+    """What a kernel's PTX does first of loads, stores and waits for another kernel, and how often it waits."""
+    found = re.findall(r"griddepcontrol\.wait|(?:ld|st)\.global", kernel.asm["ptx"])
+    assert "griddepcontrol.launch_dependents" in kernel.asm["ptx"] or found[0] != "griddepcontrol.wait"
+    return found[0], found.count("griddepcontrol.wait")
+
+
+def dependent_kernels() -> list[Any]:
+    """The kernels of a decode that begin early on Hopper."""
+    side = transformed(4, 128)
+    size = {"DIM": 128, "PADDED": side.padded, "DEPENDENT": True}
+    prepare = {"HEADS": HEADS, "GQA": GQA, "STEPS": side.steps, "BIASED": True, **size}
+    launch = Device("sm_90", 0).launch(side, side, GQA)
+    merge = {"STEPS": VALUE_STEPS, "EXTEND": False, "EXACT_PARTS": 0, **merge_facts(launch, 16), **size}
+    return [
+        sass.compiled(queries.prepare_queries, prepare, HOPPER, **launch.launch_options),
+        attending(PrecisionPair(4, 4), 128, HOPPER, "sm_90"),
+        sass.compiled(extend_and_merge.merge_splits, merge, HOPPER, **launch.launch_options),
+    ]
+
+
 def moving(*, to_host: bool) -> list[str]:
     """What the kernel that moves pages does to memory."""
     facts = {"TO_HOST": to_host, **copy_facts(512)}
@@ -157,6 +178,8 @@ found = {
     ],
     "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96), (3, 80))],
     "layers": moving_layers(4, 2) + moving_layers(8, 3),
+    "dependent": [waits(kernel) for kernel in dependent_kernels()],
+    "dependent, sm_80": waits(attending(PrecisionPair(4, 4), 128, 80, "sm_80"))[1],
     "pages": [moving(to_host=to_host) for to_host in (True, False)],
     "extending": [
         spills_in_loop(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))

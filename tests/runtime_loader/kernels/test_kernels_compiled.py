@@ -88,6 +88,10 @@ def test_what_writing_and_reading_rows_takes() -> None:
     fitted = [row for row in rows if (row["kind"], row["fit"]) == ("none", "least_squares")]
     assert [row["bits"] for row in fitted] == [4, 3, 2]
     assert all(row["lane_instructions_per_element"] <= (62 if row["bits"] == 3 else 60) for row in fitted), fitted
+    rotated = [row for row in rows if row["kind"] not in ("none", "centered") and row["kernel"] == "store_rows"]
+    assert len(rotated) == 2 * (4 + 3)
+    for row in rotated:
+        assert row["lane_instructions_per_element"] <= (36 if row["fit"] == "minmax" else 70), row
     plain = [row for row in rows if row["kind"] in ("none", "centered") and row["fit"] == "minmax"]
     assert len(plain) == 16
     for row in plain:  # a bf16 tensor's store may take 27.6 while memory delivers; third bytes are stores of their own
@@ -101,8 +105,14 @@ def found() -> Any:
 
 @compiling
 def test_the_kernels_that_round_as_quant_does_are_not_contracted(found: Any) -> None:
-    for instructions in (*found["store"], *found["read"], *found["layers"]):
-        assert not [name for name in instructions if name.startswith(("fma", "div.full", "div.approx", "rcp"))]
+    # Two stages of a Hadamard multiply by 1 or -1 as they add, which rounds once all the same: for each of the 32
+    # numbers of a lane, of keys and of values.
+    exact_products = 2 * 32 * 2
+    stored = [*found["store"], *found["layers"][::2]]
+    for instructions in (*stored, *found["read"], *found["layers"][1::2]):
+        assert instructions.get("fma.rn.f32", 0) == (exact_products if instructions in stored else 0)
+        inexact = ("fma.rn.f64", "fma.rn.f16", "div.full", "div.approx", "rcp")
+        assert not [name for name in instructions if name.startswith(inexact)]
     for instructions in found["store"]:
         assert instructions["div.rn.f32"] > 0
 
@@ -114,6 +124,14 @@ def test_kernels_beside_the_decode_loop_compile_without_spills(found: Any) -> No
     assert [kernel["spills"] for kernel in found["layers"]] == [0] * 4
     assert found["around"] == [0] * 30
     assert found["windowed"] == [0] * 10
+
+
+@compiling
+def test_kernels_that_begin_early_wait_for_the_one_in_front_before_they_read(found: Any) -> None:
+    assert len(found["dependent"]) == 3
+    for first, count in found["dependent"]:
+        assert (first, count) == ("griddepcontrol.wait", 1)
+    assert found["dependent, sm_80"] == 0
 
 
 @compiling
@@ -158,6 +176,9 @@ def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
     asked = ((8, False), (9, False), (1, True))
     tiles = [hopper.launch(side(4), side(2), gqa, extend=extend).tile for gqa, extend in asked]
     assert tiles == [NARROW, WIDE, WIDE]
+    archs = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx942", "interpreter")
+    overlapping = [Device(arch, 1).launch(side(4), side(2), 4).dependent for arch in archs]
+    assert overlapping == [False, False, True, True, False, False]
     assert hopper.launch(side(4, groups=2), side(2), 4).asm
     assert not Device("gfx942", 304).launch(side(4), side(2), 4).asm
     for device, keys in ((Device("sm_75", 40), side(4)), (hopper, side(4, 48)), (hopper, side(4, 128, 8))):
