@@ -174,7 +174,7 @@ def measure_table(
     """
     identity = bench.identity()
     folder.check_identity(IDENTITY_FILE, identity, "measurements")
-    table = SensitivityTable.load(folder) if folder.file(TABLE_FILE).exists() else None
+    table = SensitivityTable.load(folder) if folder.has(TABLE_FILE) else None
     if table is not None:
         refuse_difference(table.identity, identity, f"{folder.file(TABLE_FILE)} was measured on something else")
     if table is None or (bench.options.with_pairs and not table.pairs):

@@ -65,6 +65,10 @@ def _write_error(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another folder with --out")
 
 
+class LostLockError(Exception):
+    """A log was not held to the end, and has nothing of what was appended: decide anew, and append again."""
+
+
 class LockedLog:
     """A log that this process alone appends to."""
 
@@ -73,8 +77,7 @@ class LockedLog:
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Append JSON lines with checksums; they are durable after `sync`."""
-        plain = [_as_read_back(record) for record in records]
-        lines = "".join(canonical_json({**r, LINE_CHECKSUM: _line_checksum(r)}) + "\n" for r in plain).encode()
+        lines = "".join(with_checksum(record) + "\n" for record in records).encode()
         self._handle.seek(0, os.SEEK_END)
         if lines and self._handle.tell() and not _ends_with_newline(self._path):
             lines = b"\n" + lines
@@ -113,10 +116,13 @@ class RunFolder:
         Raises:
             RunFolderError: The disk is full or the folder cannot be written or locked.
         """
-        if records:
-            with self.exclusive(name) as log:
-                log.append(*records)
-                log.sync()
+        is_there = not records
+        while not is_there:
+            with contextlib.suppress(LostLockError):
+                with self.exclusive(name) as log:
+                    log.append(*records)
+                    log.sync()
+                is_there = True
 
     @contextlib.contextmanager
     def exclusive(self, name: str) -> Iterator[LockedLog]:
@@ -124,6 +130,7 @@ class RunFolder:
 
         Raises:
             RunFolderError: The disk is full or the folder cannot be written or locked.
+            LostLockError: Raised at the end of the block by a folder in a database that went away meanwhile.
         """
         path = self.file(name)
         try:
@@ -185,13 +192,17 @@ class RunFolder:
         except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"{path} is damaged ({error}); delete it and run the command again") from error
 
+    def has(self, name: str) -> bool:
+        """Whether `read_checked` has something to read."""
+        return self.file(name).exists()
+
     def check_identity(self, name: str, identity: Mapping[str, Any], what: str) -> None:
         """Bind the folder to an identity, plain JSON of what a noun names, or compare it with the one it is bound to.
 
         Raises:
             RunFolderError: The folder belongs to something else; names the first field that differs.
         """
-        if not self.file(name).exists():
+        if not self.has(name):
             self.create()
             self.write_checked(name, identity)
             return
@@ -237,6 +248,12 @@ def _as_read_back(value: Mapping[str, Any]) -> dict[str, Any]:
     """A value after JSON: tuples become lists, keys strings."""
     plain: dict[str, Any] = json.loads(canonical_json(value))
     return plain
+
+
+def with_checksum(record: Mapping[str, Any]) -> str:
+    """A record as a line of a log, which `read_line` reads."""
+    plain = _as_read_back(record)
+    return canonical_json({**plain, LINE_CHECKSUM: _line_checksum(plain)})
 
 
 def _line_checksum(record: Mapping[str, Any]) -> str:

@@ -75,6 +75,11 @@ def sqlite_url(path: Path) -> str:
     return URL.create("sqlite", database=str(path)).render_as_string()
 
 
+def is_shared_database(url: str | None) -> bool:
+    """Whether a storage is a database that other machines reach, and not a file."""
+    return url is not None and not url.startswith(JOURNAL) and _parsed(url).get_backend_name() != "sqlite"
+
+
 def _parsed(url: str) -> URL:
     try:
         return make_url(url)

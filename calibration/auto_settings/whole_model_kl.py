@@ -64,7 +64,7 @@ def finite_or_none(value: float) -> float | None:
 
 def refuse_other_run(folder: RunFolder, identity: Mapping[str, Any], undecided: Collection[str]) -> None:
     """Refuse a folder that is bound to another run, whatever it holds of the facts that are still undecided."""
-    if not folder.file(IDENTITY_FILE).exists():
+    if not folder.has(IDENTITY_FILE):
         return
     known, wanted = (
         {name: value for name, value in facts.items() if name not in undecided}

@@ -222,7 +222,10 @@ class SearchOptions(CalibrateOptions):
     )
     report: bool = option(True, "write report.html and its pictures (kvtuner report does so later)")
     storage: str | None = option(
-        None, "Optuna storage to share between workers; SQLite in the run folder by default", metavar="URL"
+        None,
+        "Optuna storage to share between workers, SQLite in the run folder by default; a database such as"
+        " postgresql+psycopg://... has the measurements too",
+        metavar="URL",
     )
 
     def __post_init__(self) -> None:

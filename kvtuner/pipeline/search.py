@@ -22,6 +22,8 @@ from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.report.table import RecordTable, record_table
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.tuner.objective import MeasuredKL
+from kvtuner.tuner.study_storage import is_shared_database
+from kvtuner.workers.database_folder import DatabaseFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +141,11 @@ def run_search(
 
 
 def _search_folder(options: SearchOptions, targets: Sequence[SearchTarget]) -> RunFolder:
-    return run_folder(options.model, options.out, "+".join(target.name for target in targets))
+    """The run folder; with a database that other machines reach, only what a person reads lies there."""
+    folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
+    if options.storage is not None and is_shared_database(options.storage):
+        return DatabaseFolder(folder.path, options.storage)
+    return folder
 
 
 def _search(

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import RunFolderError
+from kvtuner.run_folder import LostLockError
 from kvtuner.workers import worker_identity
 from kvtuner.workers.worker_identity import has_ended, worker_id
 
@@ -42,16 +43,18 @@ class Claims:
         Raises:
             RunFolderError: The folder cannot be written.
         """
-        with self._folder.exclusive(CLAIMS) as log:
-            held = self.held_by_others()
-            taken = list(islice((item for item in items if item not in held), most))
-            log.append(*({"item": item, "worker": self._worker} for item in taken))
-        return taken
+        items = list(items)
+        while True:
+            with contextlib.suppress(LostLockError):
+                with self._folder.exclusive(CLAIMS) as log:
+                    held = self.held_by_others()
+                    taken = list(islice((item for item in items if item not in held), most))
+                    log.append(*({"item": item, "worker": self._worker} for item in taken))
+                return taken
 
     def release(self, items: Iterable[str]) -> None:
         """Give back items that are not done."""
-        with self._folder.exclusive(CLAIMS) as log:
-            log.append(*({"item": item, "worker": None} for item in items))
+        self._folder.append(CLAIMS, *({"item": item, "worker": None} for item in items))
 
     def held_by_others(self) -> set[str]:
         """The items that other living workers have claimed, as far as this process has read."""
@@ -86,8 +89,7 @@ class Claims:
             thread.join()
 
     def _beat(self) -> None:
-        with self._folder.exclusive(CLAIMS) as log:
-            log.append({"item": None, "worker": self._worker})
+        self._folder.append(CLAIMS, {"item": None, "worker": self._worker})
         self._beaten = time.monotonic()
 
     def _read(self) -> None:

@@ -18,6 +18,7 @@ from kvtuner.pipeline.progress import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from kvtuner.run_folder import RunFolder
 
@@ -116,7 +117,7 @@ def workers_beside(
     processes = {
         number: spawn.Process(
             target=_work,
-            args=(alone, WorkerPlace(number, count, number, count), help_with, folder),
+            args=(alone, WorkerPlace(number, count, number, count), help_with, folder.path),
             name=f"kvtuner-worker-{number}",
             daemon=True,
         )
@@ -137,11 +138,11 @@ def workers_beside(
             process.join()
 
 
-def _work(options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: RunFolder) -> None:
+def _work(options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: Path) -> None:
     threading.Thread(target=_end_with_parent, name="kvtuner-parent", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first one has its results
     log: TextIO
-    with folder.file(f"worker-{place.number}.log").open("a", buffering=1, encoding="utf-8") as log:
+    with (folder / f"worker-{place.number}.log").open("a", buffering=1, encoding="utf-8") as log:
         sys.stderr = sys.stdout = log
         try:
             help_with(options, place)

@@ -19,9 +19,12 @@ from kvtuner.evaluation.validation import JOURNAL as VALIDATION
 from kvtuner.pipeline.stages.budget_search import REFINEMENTS
 from kvtuner.run_folder import RunFolder, canonical_json
 from kvtuner.tuner.objective import JOURNAL as MEASURED
+from kvtuner.workers.database_folder import DatabaseFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from postgresql import PostgreSQL
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +53,10 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def counts(folder: Path) -> dict[str, Counter[str]]:
+def counts(folder: RunFolder) -> dict[str, Counter[str]]:
     """How often each item was journalled."""
     return {
-        name: Counter(canonical_json([record[field] for field in fields]) for record in RunFolder(folder).records(name))
+        name: Counter(canonical_json([record[field] for field in fields]) for record in folder.records(name))
         for name, fields in JOURNALS.items()
     }
 
@@ -71,8 +74,8 @@ def test_workers_make_the_same_profile_and_measure_nothing_twice(workers: int, a
     folder = tmp_path / "run"
     done = run(command(folder, "--workers", str(workers), "--json"))
     assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
-    assert counts(folder) == counts(alone)
-    assert all(set(items.values()) == {1} for items in counts(folder).values())
+    assert counts(RunFolder(folder)) == counts(RunFolder(alone))
+    assert all(set(items.values()) == {1} for items in counts(RunFolder(folder)).values())
     assert json.loads(done.stdout)["profile"] == str(folder / "profile.json")
     assert sorted(log.name for log in folder.glob("worker-*.log")) == [f"worker-{n}.log" for n in range(1, workers)]
     workers_seen = {record["pid"] for record in RunFolder(folder).records("events.jsonl")}
@@ -86,14 +89,14 @@ def test_torchrun_starts_workers_of_which_the_first_speaks(alone: Path, tmp_path
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     done = run([*torchrun, "-m", "kvtuner", *SEARCH, "--out", str(folder), "--json"])
     assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
-    assert counts(folder) == counts(alone)
+    assert counts(RunFolder(folder)) == counts(RunFolder(alone))
     assert json.loads(done.stdout)["digest"]
     assert done.stderr.count("loading libraries") == 1
     assert (folder / "worker-1.log").exists()
 
 
 def test_workers_killed_at_random_lose_what_they_have_in_hand_alone(alone: Path, tmp_path: Path) -> None:
-    folder, expected = tmp_path / "run", counts(alone)
+    folder, expected = tmp_path / "run", counts(RunFolder(alone))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start() -> subprocess.Popen[bytes]:
@@ -104,7 +107,7 @@ def test_workers_killed_at_random_lose_what_they_have_in_hand_alone(alone: Path,
     while any(worker.poll() is None for worker in workers):
         assert time.monotonic() - begun < 900
         time.sleep(0.7)
-        has_begun = sum(map(len, counts(folder).values())) > 15 * (killed + 1) if folder.exists() else False
+        has_begun = sum(map(len, counts(RunFolder(folder)).values())) > 15 * (killed + 1) if folder.exists() else False
         if has_begun and killed < 6:
             victim = workers.pop(0)
             victim.send_signal(signal.SIGKILL)
@@ -114,7 +117,7 @@ def test_workers_killed_at_random_lose_what_they_have_in_hand_alone(alone: Path,
     assert killed >= 3
     assert all(worker.wait() == 0 for worker in workers)
     assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
-    found = counts(folder)
+    found = counts(RunFolder(folder))
     assert {name: set(items) for name, items in found.items()} == {name: set(items) for name, items in expected.items()}
     assert all(set(items.values()) == {1} for items in found.values())
 
@@ -137,3 +140,46 @@ def test_workers_under_torchrun_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "leave --workers out" in done.stderr
+
+
+def test_machines_without_a_shared_folder_search_in_a_database(
+    alone: Path, postgresql: PostgreSQL, tmp_path: Path
+) -> None:
+    places = [tmp_path / "here" / "run", tmp_path / "there" / "run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command(folder, "--storage", postgresql.url),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    database = DatabaseFolder(places[0], postgresql.url)
+    workers = {place: start(place) for place in places}
+    kills = 0
+    while any(worker.poll() is None for worker in workers.values()):
+        time.sleep(1)
+        if kills < 4 and sum(map(len, counts(database).values())) > 12 * (kills + 1):
+            kills += 1
+            if kills % 2:
+                workers[places[1]].kill()
+                workers[places[1]].wait()
+            else:
+                postgresql.kill()
+                time.sleep(0.5)
+                postgresql.start()
+        for place, worker in list(workers.items()):
+            if worker.poll():  # killed, or its study was away
+                workers[place] = start(place)
+    assert kills == 4
+    for place in places:
+        assert (place / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+        assert not (place / MEASURED).exists()
+    found = counts(database)
+    assert {name: set(items) for name, items in found.items()} == {
+        name: set(items) for name, items in counts(RunFolder(alone)).items()
+    }
+    assert all(set(items.values()) == {1} for items in found.values())
+    database.close()

@@ -1,0 +1,188 @@
+"""A run in PostgreSQL: what was appended is there once, whoever appends, dies, or finds the database away."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.errors import RunFolderError
+from kvtuner.journal import Journal
+from kvtuner.workers import database_folder
+from kvtuner.workers.database_folder import DatabaseFolder
+from kvtuner.workers.work_claims import Claims
+from kvtuner.workers.work_queue import share_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from postgresql import PostgreSQL
+
+pytestmark = pytest.mark.slow
+
+SPAWN = multiprocessing.get_context("spawn")
+OpenFolder = Callable[[Path], DatabaseFolder]
+
+
+@pytest.fixture
+def open_folder(postgresql: PostgreSQL) -> Iterator[OpenFolder]:
+    """Opens a run folder in the database, and closes it after the test."""
+    opened: list[DatabaseFolder] = []
+
+    def open_(path: Path) -> DatabaseFolder:
+        opened.append(DatabaseFolder(path, postgresql.url))
+        return opened[-1]
+
+    yield open_
+    for folder in opened:
+        folder.close()
+
+
+def test_logs_and_files_are_those_of_the_run_wherever_it_is_looked_at(open_folder: OpenFolder, tmp_path: Path) -> None:
+    here, there = (open_folder(tmp_path / place / "run-a") for place in ("here", "there"))
+    other = open_folder(tmp_path / "here" / "run-b")
+    here.append("log", {"text": "äß 'quoted'"}, {"number": 1.5})
+    there.append("log", {"number": 2})
+    appended = [{"text": "äß 'quoted'"}, {"number": 1.5}, {"number": 2}]
+    assert list(here.records("log")) == list(there.records("log")) == appended
+    _, position = there.records_after("log", 0)
+    assert there.records_after("log", position) == ([], position)
+    here.append("log", {"number": 3})
+    assert there.records_after("log", position)[0] == [{"number": 3}]
+    assert list(other.records("log")) == []
+    assert not there.has("table.json")
+    with pytest.raises(RunFolderError, match=r"has no table.json of run-a"):
+        there.read_checked("table.json")
+    for value in ({"a": [1, 2]}, {"a": "b"}):
+        here.write_checked("table.json", value)
+        assert there.read_checked("table.json") == value
+        assert (tmp_path / "there/run-a/table.json").read_bytes() == (tmp_path / "here/run-a/table.json").read_bytes()
+    with pytest.raises(RunFolderError, match="model is"):
+        for folder, model in ((here, "x"), (there, "y")):
+            folder.check_identity("run.json", {"model": model}, "measurements")
+    assert "table.json" not in {path.name for path in (tmp_path / "here").glob("run-b/*")}
+
+
+def test_a_damaged_line_is_left_out(open_folder: OpenFolder, tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "run-c")
+    folder.append("log", {"number": 1}, {"number": 2})
+    lines = database_folder._LINES
+    changed = lines.update().where(lines.c.run == "run-c", lines.c.record.contains('"number":1'))
+    with folder._engine.begin() as connection:
+        connection.execute(changed.values(record='{"number":7}'))
+    assert list(folder.records("log")) == [{"number": 2}]
+
+
+def test_a_block_that_fails_appends_nothing(open_folder: OpenFolder, tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "run-d")
+    with pytest.raises(ArithmeticError), folder.exclusive("log") as log:
+        log.append({"number": 1})
+        raise ArithmeticError
+    folder.append("log", {"number": 2})
+    assert list(folder.records("log")) == [{"number": 2}]
+
+
+def _open_and_append(path: str, url: str, number: int) -> None:
+    DatabaseFolder(path, url).append("log", *({"number": number, "line": line} for line in range(20)))
+
+
+def test_tables_made_by_eight_processes_at_once(
+    open_folder: OpenFolder, postgresql: PostgreSQL, tmp_path: Path
+) -> None:
+    folder = open_folder(tmp_path / "run-e")
+    database_folder._METADATA.drop_all(folder._engine)
+    path = str(tmp_path / "run-e")
+    processes = [SPAWN.Process(target=_open_and_append, args=(path, postgresql.url, n)) for n in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert len(list(folder.records("log"))) == 160
+
+
+def test_claims_are_exclusive(open_folder: OpenFolder, tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "run-f")
+    taken: list[list[str]] = []
+
+    def take(name: str) -> None:
+        claims, own = Claims(folder, f"machine {name}|1|1"), list[str]()
+        while more := claims.take([str(item) for item in range(60) if str(item) not in own], 2):
+            own += more
+        taken.append(own)
+
+    threads = [threading.Thread(target=take, args=(str(n),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(item for own in taken for item in own) == sorted(str(item) for item in range(60))
+
+
+def _work(path: str, url: str, seed: int) -> None:
+    folder, rng = DatabaseFolder(path, url), random.Random(seed)
+    journal = Journal(folder, "numbers", "mine")
+
+    def measure(keys: Sequence[int]) -> None:
+        time.sleep(0.03 * rng.random())
+        journal.append(*({"key": key, "value": key**2} for key in keys))
+
+    share_keys(folder, journal, "numbers", range(120), measure)
+
+
+def test_workers_and_the_database_killed_at_random_lose_nothing(
+    open_folder: OpenFolder, postgresql: PostgreSQL, tmp_path: Path
+) -> None:
+    path, rng = str(tmp_path / "run-g"), random.Random(0)
+    folder = open_folder(tmp_path / "run-g")
+    workers: list[Any] = []
+
+    def start(seed: int) -> None:
+        workers.append(SPAWN.Process(target=_work, args=(path, postgresql.url, seed)))
+        workers[-1].start()
+
+    for seed in range(3):
+        start(seed)
+    kills = 0
+    while kills < 20 and any(worker.is_alive() for worker in workers):
+        time.sleep(0.5 * rng.random())
+        kills += 1
+        if kills % 2:
+            postgresql.kill()
+            time.sleep(0.3 * rng.random())
+            postgresql.start()
+        else:
+            victim = workers.pop(0)
+            if victim.is_alive():
+                os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+            start(100 + kills)
+    for worker in workers:
+        worker.join(180)
+        assert worker.exitcode == 0
+    counts = Counter(record["key"] for record in folder.records("numbers"))
+    assert set(counts) == set(range(120))
+    assert set(counts.values()) == {1}
+    assert kills > 4
+
+
+def test_a_database_that_stays_away_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_folder, "PATIENCE_S", 1.0)
+    url = "postgresql+psycopg://me:secret@127.0.0.1:1/none"
+    with pytest.raises(RunFolderError, match="run the same command again to resume") as refused:
+        DatabaseFolder(tmp_path / "run", url)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_driver_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"pip install 'kvtuner\[postgresql\]'"):
+        DatabaseFolder(tmp_path / "run", "postgresql+pg8000://me@127.0.0.1/none")
