@@ -63,7 +63,7 @@ _LOCKS: Final = Table(
     Column("name", String(_NAME), primary_key=True),
 )
 
-Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 
 class DatabaseFolder(RunFolder):
@@ -208,7 +208,7 @@ class DatabaseFolder(RunFolder):
     def _is(self, table: Table, name: str) -> tuple[Any, Any]:
         return table.c.run == self._run, table.c.name == name
 
-    def _patiently(self, use: Callable[[], Result]) -> Result:
+    def _patiently(self, use: Callable[[], Answer]) -> Answer:
         """What a use of the database returns, tried again while the database is away."""
         deadline = time.monotonic() + PATIENCE_S
         while True:

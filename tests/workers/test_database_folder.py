@@ -25,7 +25,7 @@ from kvtuner.workers.work_queue import share_keys
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from postgresql import PostgreSQL
+    from databases.postgresql import PostgreSQL
 
 pytestmark = pytest.mark.slow
 

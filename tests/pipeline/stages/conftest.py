@@ -1,5 +1,5 @@
 """The database of the tests of workers."""
 
-from postgresql import postgresql
+from databases.postgresql import postgresql
 
 __all__ = ["postgresql"]

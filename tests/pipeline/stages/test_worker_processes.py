@@ -24,7 +24,7 @@ from kvtuner.workers.database_folder import DatabaseFolder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from postgresql import PostgreSQL
+    from databases.postgresql import PostgreSQL
 
 pytestmark = pytest.mark.slow
 
