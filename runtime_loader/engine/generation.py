@@ -57,6 +57,12 @@ class SamplingParameters:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is taken as the model gives it."""
+        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return self.temperature == 0 and not has_penalty
+
     def __post_init__(self) -> None:
         for item in fields(self):
             value: Any = getattr(self, item.name)

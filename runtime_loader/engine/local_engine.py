@@ -6,8 +6,6 @@ import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import torch
-
 from kvtuner.errors import RequestError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NO_WINDOW
@@ -85,6 +83,7 @@ class LocalEngine:
         self._ends = ends_of(model, tokenizer)
         self._generations: dict[str, Generation] = {}
         self._numbers = itertools.count()
+        self._token_texts: dict[tuple[int, bool], str] = {}
         self._num_steps = self._num_prompt_tokens = self._num_answer_tokens = 0
 
     def __enter__(self) -> Self:
@@ -218,7 +217,7 @@ class LocalEngine:
             len(tokens) + (room if sampling.max_tokens is None else num_asked),
             sampling,
             first_position=first_position,
-            text=self._text_stream(sampling),
+            text=None if self.tokenizer is None else TextStream(self.tokenizer, sampling, self._token_texts),
             generator=generator_of(sampling, self.pool.device),
         )
 
@@ -271,11 +270,6 @@ class LocalEngine:
                 due.append((generation, of_kept.stop - 1))
         return deltas + self._answer(due, logits)
 
-    def _text_stream(self, sampling: SamplingParameters) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        return TextStream(self.tokenizer, sampling.stop, skip_special_tokens=sampling.skip_special_tokens)
-
     def _note_prompt(self, generation: Generation, num_new: int, logits: Tensor) -> None:
         """Note the log-probabilities of the prompt's tokens that follow those of a chunk."""
         asked = generation.sampling.prompt_logprobs
@@ -292,9 +286,14 @@ class LocalEngine:
         if not due:
             return []
         generations = [generation for generation, _ in due]
-        logits = logits[[row for _, row in due]]
-        is_finite = logits.isfinite().all(-1).tolist()
-        tokens = sample(generations, torch.nan_to_num(logits) if not all(is_finite) else logits)
+        if len(due) < len(logits):
+            logits = logits[[row for _, row in due]]
+        highest, likeliest = logits.max(-1)  # the highest is NaN where any is
+        is_finite = highest.isfinite().tolist()
+        tokens = likeliest.tolist()
+        for row, generation in enumerate(generations):
+            if is_finite[row] and not generation.sampling.is_plain:
+                tokens[row] = sample(generation, logits[row : row + 1])
         deltas = []
         for row, (generation, token) in enumerate(zip(generations, tokens, strict=True)):
             if not is_finite[row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from kvtuner.errors import ServingError
@@ -18,7 +19,7 @@ from kvtuner.runtime_loader.packed_attention import PackedRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from kvtuner.runtime_loader.row_format import LayerFormat
 
@@ -92,7 +93,7 @@ class PagedPool:
             tuple(PackedRows.zeros(side, slots, shape.dtype, device) for side in (layer.k, layer.v))
             for layer in shape.layers
         ]
-        self.page_table = torch.zeros(shape.max_requests, shape.pages_per_request, dtype=torch.int32, device=device)
+        self.page_table = np.zeros((shape.max_requests, shape.pages_per_request), dtype=np.int32)  # on the host
         self._copies: ExactRings | None = None
         if shape.window.num_tokens:
             self._copies = ExactRings(
@@ -140,14 +141,15 @@ class PagedPool:
 
     def set_pages(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Write pages of the request in a slot to the table, from its page number `start` on."""
-        self.page_table[slot, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.page_table[slot, start : start + len(pages)] = pages
 
     def forget_former_requests(self) -> None:
         """Empty the copies of request slots that were given to other requests, before their first step."""
         if self._copies is not None:
             self._copies.forget_former_requests(self._generations)
 
-    def token_slots(self, requests: Tensor, positions: Tensor) -> Tensor:
-        """The token slots, int64, of positions of the requests in some request slots; both are [tokens]."""
-        pages = self.page_table[requests, positions // self.shape.page_size].long()
-        return pages * self.shape.page_size + positions % self.shape.page_size
+    def token_slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The token slots of positions of the requests in some request slots; both are [tokens]."""
+        pages, within = np.divmod(positions, self.shape.page_size)
+        slots: NDArray[np.int64] = self.page_table[requests, pages] * np.int64(self.shape.page_size) + within
+        return slots

@@ -98,7 +98,7 @@ class SglKernelAttention:
         keys.write(part.new_slots, k)
         values.write(part.new_slots, v)
         output = self._flash(
-            q=q.contiguous(), k_cache=self._pages(keys), v_cache=self._pages(values), cache_seqlens=part.lengths,
+            q=q.contiguous(), k_cache=self._pages(keys), v_cache=self._pages(values), cache_seqlens=part.lengths.int(),
             page_table=part.pages.contiguous(), cu_seqlens_q=part.tokens.int(), max_seqlen_q=part.longest,
             softmax_scale=scores.scale, causal=True, softcap=scores.logit_cap,
         )  # fmt: skip

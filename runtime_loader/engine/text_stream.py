@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from kvtuner.runtime_loader.engine.generation import SamplingParameters
 
 UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 """What decoders give for a character whose last bytes are in a token to come."""
@@ -17,8 +17,12 @@ class TextStream:
     # A token's text depends on what is before it, such as a space that decoders drop at the beginning. So text is the
     # difference of two decoded windows that begin at a place where text was whole.
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._stops, self._skips = tokenizer, stops, skip_special_tokens
+    def __init__(
+        self, tokenizer: Any, sampling: SamplingParameters, token_texts: dict[tuple[int, bool], str] | None = None
+    ) -> None:
+        """Begin a text; `token_texts` keeps those of single tokens, with or without special ones, for all streams."""
+        self._tokenizer, self._stops, self._skips = tokenizer, sampling.stop, sampling.skip_special_tokens
+        self._token_texts = {} if token_texts is None else token_texts
         self._tokens: list[int] = []
         self._start = self._end = 0  # of the tokens whose text was whole last
         self._held = ""
@@ -31,17 +35,25 @@ class TextStream:
         text = self._decoded(self._tokens[self._start :])
         if text.endswith(UNFINISHED):
             return ""
-        return self._deliver(text[len(self._decoded(self._tokens[self._start : self._end])) :])
+        return self._deliver(text[len(self._whole()) :])
 
     def flush(self) -> str:
         """The text that was held back, once no token comes any more."""
         if self.stopped_at is not None:
             return ""
-        whole = self._decoded(self._tokens[self._start : self._end])
-        text = self._deliver(self._decoded(self._tokens[self._start :])[len(whole) :])
+        text = self._deliver(self._decoded(self._tokens[self._start :])[len(self._whole()) :])
         rest, self._held = ("", "") if self.stopped_at is not None else (self._held, "")
         self.delivered += rest
         return text + rest
+
+    def _whole(self) -> str:
+        """The text of the window that was whole last, which is a single token mostly."""
+        if self._end - self._start != 1:
+            return self._decoded(self._tokens[self._start : self._end])
+        key = self._tokens[self._start], self._skips
+        if key not in self._token_texts:
+            self._token_texts[key] = self._decoded([key[0]])
+        return self._token_texts[key]
 
     def _decoded(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)

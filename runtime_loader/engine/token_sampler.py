@@ -70,20 +70,14 @@ def generator_of(sampling: SamplingParameters, device: torch.device) -> torch.Ge
     return generator
 
 
-def sample(generations: Sequence[Generation], logits: Tensor) -> list[int]:
-    """The next token of each request, of its row of logits [requests, vocab_size], float32."""
-    tokens: list[int] = logits.argmax(-1).tolist()
-    for row, generation in enumerate(generations):
-        steps = processors(generation.sampling, generation.num_prompt)
-        if not steps and generation.generator is None:
-            continue
-        ids = torch.tensor([generation.tokens], device=logits.device)
-        scores: Tensor = steps(ids, logits[row : row + 1].clone())  # type: ignore[arg-type]  # legacy tensor types
-        if generation.generator is None:
-            tokens[row] = int(scores.argmax())
-        else:
-            tokens[row] = int(torch.multinomial(scores.softmax(-1), 1, generator=generation.generator))
-    return tokens
+def sample(generation: Generation, logits: Tensor) -> int:
+    """The next token of a request, of its logits [1, vocab_size], float32."""
+    steps = processors(generation.sampling, generation.num_prompt)
+    ids = torch.tensor([generation.tokens], device=logits.device)
+    scores: Tensor = steps(ids, logits.clone())  # type: ignore[arg-type]  # legacy tensor types
+    if generation.generator is None:
+        return int(scores.argmax())
+    return int(torch.multinomial(scores.softmax(-1), 1, generator=generation.generator))
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings, strategies
@@ -90,8 +91,8 @@ class Requests(RuleBasedStateMachine):
         """Write what a forward would: each slot gets the whole text up to its token, which is what its row tells."""
         assert generation.slot is not None
         stored = generation.num_stored
-        positions = torch.arange(stored + new)
-        slots = self.pool.token_slots(torch.full_like(positions, generation.slot), positions).tolist()
+        positions = np.arange(stored + new)
+        slots = self.pool.token_slots(np.full_like(positions, generation.slot), positions).tolist()
         for position, slot in enumerate(slots):
             page, place = divmod(slot, self.page_size)
             text = tuple(generation.tokens[: position + 1])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import given, strategies
 
+from kvtuner.runtime_loader.engine.generation import SamplingParameters
 from kvtuner.runtime_loader.engine.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class Letters:
 
 
 def parts_of(text: str, *stops: str) -> tuple[list[str], TextStream]:
-    stream, parts = TextStream(Letters(), stops), []
+    stream, parts = TextStream(Letters(), SamplingParameters(stop=tuple(stops))), []
     for token in text.encode():
         parts.append(stream.push(token))
         if stream.stopped_at is not None:
@@ -60,7 +61,7 @@ def test_the_whole_is_the_text_before_its_first_stop(text: str, stops: list[str]
 def test_tokens_of_a_real_tokenizer(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
     text = "The fox counts 12 clocks near the harbour, naïve — 漢字 🙂."
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, SamplingParameters())
     tokens = tokenizer(text)["input_ids"]
     parts = [stream.push(token) for token in tokens]
     assert "".join(parts) + stream.flush() == text

@@ -53,7 +53,7 @@ def test_frequencies_are_those_of_the_filtered_distribution(parameters: dict[str
     if "min_p" in parameters:
         probabilities[probabilities < 0.3 * probabilities.max()] = 0
     probabilities /= probabilities.sum()
-    drawn = torch.tensor([sample([generation], logits_of())[0] for _ in range(3000)])
+    drawn = torch.tensor([sample(generation, logits_of()) for _ in range(3000)])
     found = torch.bincount(drawn, minlength=50) / 3000
     assert bool((found[probabilities == 0] == 0).all())
     assert float((found - probabilities).abs().max()) < 0.03
@@ -61,16 +61,16 @@ def test_frequencies_are_those_of_the_filtered_distribution(parameters: dict[str
 
 def test_a_seed_decides_alone_whatever_runs_beside() -> None:
     first, other = request(temperature=1.0, seed=3), request(temperature=1.0, seed=4)
-    together = [sample([other, first], torch.cat([logits_of(9), logits_of(at)]))[1] for at in range(20)]
+    together = [(sample(other, logits_of(9)), sample(first, logits_of(at)))[1] for at in range(20)]
     again = request(temperature=1.0, seed=3)
-    assert [sample([again], logits_of(at))[0] for at in range(20)] == together
+    assert [sample(again, logits_of(at)) for at in range(20)] == together
 
 
 def test_greedy_with_penalties_takes_the_best_that_is_left() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 4], logits[0, 6] = 1.0, 0.5
-    assert sample([request()], logits) == [4]
-    assert sample([request(frequency_penalty=0.4)], logits) == [6]
+    assert sample(request(), logits) == 4
+    assert sample(request(frequency_penalty=0.4), logits) == 6
 
 
 def test_log_probabilities_are_of_the_logits_as_they_are() -> None:
