@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from kvtuner.errors import ProfileError, RequestError, ServingError, UnsupportedModelError
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -56,7 +56,7 @@ def test_capped_scores_and_a_scale_of_its_own(greedy: Any, prompt: Any, engine_o
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 512])
 @pytest.mark.parametrize("attention", ["cpu", "torch"])
 def test_pages_and_chunks_of_every_size(
     attention: str, page_size: int, chunk_tokens: int, models: Any, greedy: Any, prompt: Any, engine_of: EngineOf
@@ -70,6 +70,51 @@ def test_pages_and_chunks_of_every_size(
     assert [answer.num_cached_tokens for answer in answers] == [
         (len(tokens) - 1) // page_size * page_size for tokens in prompts
     ]
+
+
+def test_pages_of_512_tokens_are_shared_and_taken_back(
+    models: Any, greedy: Any, prompt: Any, engine_of: EngineOf
+) -> None:
+    model, tokens = models(), prompt(1100)
+    prompts = [tokens, tokens[:600], prompt(520, 1), tokens[:1030]]
+    wanted = [greedy(model, asked, TOKENS) for asked in prompts]
+    # Room for three pages: one request of three, or two that share their first.
+    engine = engine_of(model, page_size=512, kv_memory=3 * 512 * engine_bytes(model))
+    for asked, each in zip(prompts, wanted, strict=True):
+        assert each.allows(engine.generate([asked], ASKED)[0])
+    assert engine.generate([tokens[:600]], ASKED)[0].num_cached_tokens == 512
+    state = engine.state
+    assert state.num_free_pages + state.num_idle_pages == state.num_pages == 3
+
+
+def test_one_that_hits_idle_pages_waits_for_the_others_it_needs(
+    models: Any, greedy: Any, prompt: Any, engine_of: EngineOf
+) -> None:
+    model, beginning = models(), prompt(12)
+    wanted = greedy(model, beginning + prompt(6, 2), 1)
+    # Of six pages the beginning's three are idle, and two are of a request that runs. One is free, and those that the
+    # next one hits are none that could be evicted for it.
+    engine = engine_of(model, page_size=4, kv_memory=6 * 4 * engine_bytes(model))
+    engine.generate([beginning], SamplingParameters(max_tokens=1, ignore_eos=True))
+    first = engine.generation(engine.submit(prompt(5, 1), SamplingParameters(max_tokens=3, ignore_eos=True)))
+    engine.step()
+    assert (engine.state.num_free_pages, engine.state.num_idle_pages) == (1, 3)
+    second = engine.generation(engine.submit(beginning + prompt(6, 2), SamplingParameters(max_tokens=1)))
+    engine.step()
+    assert engine.state.num_waiting == 1
+    while engine.has_requests:
+        engine.step()
+    assert (first.finish_reason, second.num_cached) == ("length", 12)
+    assert wanted.allows(second.answer)
+
+
+def test_a_model_that_takes_no_other_attention_is_refused_by_name(engine_of: EngineOf) -> None:
+    config = FalconConfig(vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=False)
+    model = FalconForCausalLM(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match=r"FalconForCausalLM (refuses another|does not go through)"):
+        engine_of(model, context_length=64)
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.slow
