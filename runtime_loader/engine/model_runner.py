@@ -75,7 +75,7 @@ class ModelRunner:
         selected = {"logits_to_keep": step.kept} if self._selects_logits else {}
         reset = _attending.set(_Attending(step, self._step_attention))
         try:
-            with torch.no_grad():
+            with torch.inference_mode():
                 output = self._model(step.input_ids, position_ids=step.positions, use_cache=False, **selected)
         finally:
             _attending.reset(reset)
