@@ -70,6 +70,22 @@ def differences(evaluation: Json, measure: str, position: int = 0) -> dict[str, 
     return {difference["other"]: difference for difference in cell["differences"]}
 
 
+def before_answers(monkeypatch: pytest.MonkeyPatch, call: Callable[[str], None]) -> None:
+    """Call something with a backend's name before each problem that it answers."""
+    from kvtuner.evaluation.backends.engine_backend import EngineBackend
+    from kvtuner.evaluation.backends.local_backend import LocalBackend
+
+    def patched(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def answers(self: Any, *arguments: Any, **more: Any) -> Any:
+            call(self.name)
+            return whole(self, *arguments, **more)
+
+        return answers
+
+    for backend in (EngineBackend, LocalBackend):
+        monkeypatch.setattr(backend, "answers", patched(backend.answers))
+
+
 def test_figures_are_those_of_the_cache_itself(
     evaluate: Evaluate, model_folder: ModelFolder, corpus_file: Path, load_tiny: LoadTiny
 ) -> None:
@@ -164,6 +180,7 @@ def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
 
 def test_what_was_asked_is_not_asked_again(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration.forward.simulator import Simulator
+    from kvtuner.evaluation.backends.engine_backend import EngineBackend
     from kvtuner.evaluation.backends.local_backend import LocalBackend
 
     levels = ("--levels", "likelihood,recall", *TABLES)
@@ -174,24 +191,33 @@ def test_what_was_asked_is_not_asked_again(evaluate: Evaluate, monkeypatch: pyte
 
     monkeypatch.setattr(Simulator, "measure", unwanted)
     monkeypatch.setattr(LocalBackend, "answers", unwanted)
+    monkeypatch.setattr(EngineBackend, "_run", lambda _, jobs: unwanted() if jobs else [])
     assert evaluate(*levels)[1] == first
     with pytest.raises(AssertionError, match="asked again"):
         evaluate(*levels, "--seed", "5")
 
 
-def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.evaluation.backends.local_backend import LocalBackend
-
+def test_the_engine_answers_as_the_transformers_cache_does(evaluate: Evaluate) -> None:
     levels = ("--levels", "recall,arithmetic", "--all-questions", *TABLES)
-    whole, calls = LocalBackend.answers, []
+    answered = {}
+    for kind, flags in (("engine", ()), ("transformers", ("--oracle",))):
+        status, evaluation, _, path = evaluate(*levels, *flags)
+        assert (status, evaluation["host"]["kind"]) == (0, kind)
+        assert list(path.parent.glob(f"profile.evaluation-{kind}-decode-*.json"))
+        answered[kind] = evaluation["cells"]
+    assert answered["engine"] == answered["transformers"]
 
-    def interrupted(self: Any, *arguments: Any, **more: Any) -> Any:
-        calls.append(arguments)
+
+def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = ("--levels", "recall,arithmetic", "--all-questions", *TABLES)
+    calls: list[str] = []
+
+    def interrupt(name: str) -> None:
+        calls.append(name)
         if len(calls) == 20:
             raise KeyboardInterrupt
-        return whole(self, *arguments, **more)
 
-    monkeypatch.setattr(LocalBackend, "answers", interrupted)
+    before_answers(monkeypatch, interrupt)
     status, _, err, _ = evaluate(*levels)
     assert status == 130
     assert "run the same command again to resume" in err
@@ -203,15 +229,8 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pyte
 def test_what_the_unquantized_model_cannot_answer_is_asked_of_no_other_scheme(
     evaluate: Evaluate, run: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtuner.evaluation.backends.local_backend import LocalBackend
-
-    whole, asked = LocalBackend.answers, []
-
-    def counted(self: Any, *arguments: Any, **more: Any) -> Any:
-        asked.append(self.name)
-        return whole(self, *arguments, **more)
-
-    monkeypatch.setattr(LocalBackend, "answers", counted)
+    asked: list[str] = []
+    before_answers(monkeypatch, asked.append)
     levels = ("--levels", "recall", *TABLES)
     _, evaluation, _, path = evaluate(*levels)
     assert asked == ["bf16"] * 6

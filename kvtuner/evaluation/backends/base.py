@@ -13,12 +13,15 @@ from kvtuner.journal import Journal
 from kvtuner.run_folder import RunFolder, sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.exported_configs.profile.evaluation_record import BackendRecord, Flag
+
+    Asked = tuple[Sequence[Any], tuple[Any, ...]]
+    """A question as a journal has it, and the arguments of the method that is asked."""
 
 
 class TextTokenizer:
@@ -133,6 +136,8 @@ def unread_flag(backends: Sequence[Backend], hits: Mapping[str, HitCount]) -> Fl
     return "unread" if any(backend.is_unread(hits[backend.name]) for backend in quantized) else None
 
 
+AT_ONCE: Final = 64
+"""The questions that a backend hears of together."""
 _FORMER_FIELD: Final = "said"
 """The field of the answer in journals that earlier versions wrote."""
 
@@ -147,10 +152,22 @@ class AnswerJournal:
     def __init__(self, folder: RunFolder, name: str, identity: str, *, version: int) -> None:
         self._journal, self._version = Journal(folder, name, identity), version
 
-    def unanswered(self, backend: Backend, questions: Sequence[Sequence[Any]]) -> list[int]:
-        """The numbers of questions that `ask` would ask."""
-        keys = [self._key(backend, question) for question in questions]
-        return [number for number, key in enumerate(keys) if key is None or self._journal.get(key) is None]
+    def prepared(self, backend: Backend, method: str, asked: Sequence[Asked]) -> Iterator[Asked]:
+        """Questions in their order, of which the backend hears before, as far as they are new, a batch at a time.
+
+        An interruption loses a batch at most.
+        """
+        for first in range(0, len(asked), AT_ONCE):
+            batch = asked[first : first + AT_ONCE]
+            keys = [self._key(backend, question) for question, _ in batch]
+            new = [
+                arguments
+                for key, (_, arguments) in zip(keys, batch, strict=True)
+                if key is None or self._journal.get(key) is None
+            ]
+            if new:
+                backend.prepare(method, new)
+            yield from batch
 
     def ask(
         self, backend: Backend, question: Sequence[Any], ask: Callable[[], Any], **facts: Any

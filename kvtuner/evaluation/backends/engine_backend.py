@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.backends.base import Backend, HitCount, TextTokenizer
+from kvtuner.evaluation.backends.base import AT_ONCE, Backend, HitCount, TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
 from kvtuner.runtime_loader.engine.generation import SamplingParameters
 from kvtuner.runtime_loader.engine.local_engine import LocalEngine
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
     from kvtuner.runtime_loader.engine.generation import Completion
 
-AT_ONCE: Final = 64
 CHUNK_TOKENS: Final = 2048
 PAGE_SIZE: Final = 16
 _SCORING: Final = SamplingParameters(max_tokens=0, prompt_logprobs=1)

@@ -14,7 +14,7 @@ from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount
 from kvtuner.evaluation.tasks.question_sets import ANSWERING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lm_eval.api.instance import Instance
 
@@ -84,11 +84,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         self.was_asked = True
         scores: list[tuple[float, bool]] = []
         pairs = [self._in_tokens(*request.args) for request in requests]
-        self._prepare("log_likelihood", [(["loglikelihood", *pair], pair) for pair in pairs if pair[1]])
-        for request, (before, after) in zip(requests, pairs, strict=True):
+        asked = self._prepared("log_likelihood", [(["loglikelihood", *pair], pair) for pair in pairs if pair[1]])
+        for request, (_, after) in zip(requests, pairs, strict=True):
             if not after:
                 scores.append((0.0, True))
                 continue
+            _, (before, after) = next(asked)
             ask = partial(self._backend.log_likelihood, before, after)
             answer = self._ask(request, ["loglikelihood", before, after], ask)
             if answer is None:
@@ -125,8 +126,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             prompt = self._shortened(self._text.context(context) or [self._first_token()], num_tokens)
             arguments = (prompt, num_tokens, [stop for stop in stops if stop])
             asked.append((["generate", prompt, num_tokens, stops], arguments))
-        self._prepare("generate_until", asked)
-        for request, (question, arguments) in zip(requests, asked, strict=True):
+        prepared = self._prepared("generate_until", asked)
+        for request, (question, arguments) in zip(requests, prepared, strict=True):
             answer = self._ask(request, question, partial(self._backend.generate_until, *arguments))
             if answer is None:
                 self.failed_texts[request.task_name].add(request.doc_id)
@@ -145,10 +146,14 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         before = self._text.context(stripped) or [self._first_token()]
         return (self._shortened(before, len(after)), after) if after else ([], [])
 
-    def _prepare(self, method: str, asked: Sequence[tuple[list[Any], tuple[Any, ...]]]) -> None:
-        """Tell the backend what it will be asked, by questions as the journal has them and the method's arguments."""
-        new = self._journal.unanswered(self._backend, [[question] for question, _ in asked])
-        self._backend.prepare(method, [asked[number][1] for number in new])
+    def _prepared(
+        self, method: str, asked: Sequence[tuple[list[Any], tuple[Any, ...]]]
+    ) -> Iterator[tuple[list[Any], tuple[Any, ...]]]:
+        """Questions and arguments, of which the backend hears before, a batch at a time."""
+        for (question,), arguments in self._journal.prepared(
+            self._backend, method, [([question], arguments) for question, arguments in asked]
+        ):
+            yield question, arguments
 
     def _ask(self, request: Instance, question: list[Any], ask: Callable[[], Any]) -> Any:
         try:

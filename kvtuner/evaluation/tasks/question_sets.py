@@ -151,13 +151,11 @@ def _ask(
     questions: QuestionSet, backend: Backend, journal: AnswerJournal, on_problem: Callable[[], object]
 ) -> tuple[list[list[str | None]], HitCount]:
     answers, hits, key = [], HitCount(), questions.key
-    asked = [
-        [key.position, [problem.context, [[question.text, question.answer] for question in problem.questions]]]
-        for problem in questions.problems
-    ]
-    new = journal.unanswered(backend, asked)
-    backend.prepare("answers", [(questions.problems[number], key.position) for number in new])
-    for problem, question in zip(questions.problems, asked, strict=True):
+    asked = []
+    for problem in questions.problems:
+        wanted = [[question.text, question.answer] for question in problem.questions]
+        asked.append(([key.position, [problem.context, wanted]], (problem, key.position)))
+    for question, (problem, _) in journal.prepared(backend, "answers", asked):
         texts, more_hits = journal.ask(
             backend,
             question,
