@@ -30,7 +30,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import ExactWindow, PrecisionPair, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
@@ -47,7 +47,7 @@ class CandidateMeasurement:
     """The errors of all candidates of all layers, summed over sequences: within a batch first, then over batches."""
 
     chain: DecoderChain
-    constants: Sequence[LayerConstants]
+    constants: Mapping[int, LayerConstants]
     plan: ReadPlan
     options: QuantizationOptions
     num_draws: int
@@ -96,7 +96,11 @@ class CandidateMeasurement:
         trace = self.chain.trace(batch.input_ids, batch.position_ids)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
         gradients = self._loss_gradients(trace, generator)
-        for layer_id in reversed(range(self.chain.geometry.num_layers)):
+        tuned = self.chain.geometry.ids
+        for layer_id in reversed(range(tuned[0], len(self.chain.layers))):
+            if layer_id not in tuned:
+                gradients = self._pass_layer(layer_id, trace, gradients)
+                continue
             gradients = self._measure_layer(layer_id, trace, gradients, generator)
             if on_layer is not None:
                 on_layer(batch.num_tokens)
@@ -141,6 +145,17 @@ class CandidateMeasurement:
                 gradient[:, rows] = g.to(gradient.dtype)
         return gradients
 
+    def _pass_layer(self, layer_id: int, trace: Trace, gradients: list[Tensor]) -> list[Tensor]:
+        """The gradients by the input of a layer that has no candidates."""
+        leaf = trace.residual[layer_id].detach().requires_grad_()
+        with torch.enable_grad():
+            output = self.chain.run_layer_exactly(layer_id, leaf, trace.calls[layer_id])
+        self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
+        return [
+            torch.autograd.grad(output, leaf, gradient.to(output.device), retain_graph=draw + 1 < len(gradients))[0]
+            for draw, gradient in enumerate(gradients)
+        ]
+
     def _measure_layer(
         self, layer_id: int, trace: Trace, gradients: list[Tensor], generator: torch.Generator
     ) -> list[Tensor]:
@@ -164,7 +179,7 @@ class CandidateMeasurement:
             by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
             by_input.append(g_input)
         self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
-        detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
+        detached = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
         # The graph of the whole layer hangs on these: it is freed before 24 candidates are held.
         del output, attended, call
         attention_calls.clear()
@@ -317,7 +332,7 @@ def _probabilities(call: AttentionCall, q: Tensor, k: Tensor, tokens: Tensor, ex
     """The `probabilities` of keys that are read back, but for those of the exact part."""
     if exact is None:
         return probabilities(call, q, k, tokens)
-    return causal_softmax(torch.where(exact.near, exact.scores, attention_scores(call, q, k)), tokens)
+    return causal_softmax(call, torch.where(exact.near, exact.scores, attention_scores(call, q, k)), tokens)
 
 
 def _outputs(probabilities: Tensor, v: Tensor, exact: _ExactPart | None) -> Tensor:

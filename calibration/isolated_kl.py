@@ -47,7 +47,7 @@ def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Can
     return isolated
 
 
-def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: QuantizationOptions) -> LayerSpec:
+def spec_of(candidate: Candidate, constants: Mapping[int, LayerConstants], options: QuantizationOptions) -> LayerSpec:
     """The storage of the candidate's layer."""
     transform = constants[candidate.layer].transform(candidate.side, candidate.transform)
     spec = options.spec(candidate.side, candidate.bits, transform)
@@ -59,7 +59,7 @@ def measure_isolated(
     chain: DecoderChain,
     batches: Iterable[Batch],
     candidates: Sequence[Candidate],
-    constants: Sequence[LayerConstants],
+    constants: Mapping[int, LayerConstants],
     *,
     plan: ReadPlan,
     options: QuantizationOptions,
@@ -123,7 +123,7 @@ class _Measurement:
     chain: DecoderChain
     batches: Sequence[Batch]
     candidates: Sequence[Candidate]
-    constants: Sequence[LayerConstants]
+    constants: Mapping[int, LayerConstants]
     plan: ReadPlan
     options: QuantizationOptions
     journal: Journal

@@ -20,10 +20,9 @@ from kvtuner.exported_configs.identity.model_identity import (
     rope_sha256,
     weight_quantization,
 )
-from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import SEARCHED_BITS, check_group_size
 from kvtuner.run_folder import sha256_of
-from kvtuner.supported_models import refuse_other_caches
+from kvtuner.supported_models import read_cache_geometry, refuse_other_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from kvtuner.exported_configs.profile.records import ModelIdentity
+    from kvtuner.geometry import ModelGeometry
+    from kvtuner.layer_geometry import CacheGeometry
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 
@@ -69,11 +70,17 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The facts of a model that its configuration alone gives, and the number of tokens that will be served."""
+    """The facts of a model that its configuration alone gives, and the number of tokens that will be served.
+
+    Attributes:
+        geometry: The layers that are tuned.
+        cache: What all layers cache, as far as the configuration says.
+    """
 
     config: PretrainedConfig
     geometry: ModelGeometry
     context_length: int
+    cache: CacheGeometry
 
     @property
     def architecture(self) -> str:
@@ -148,9 +155,10 @@ def read_shape(source: ModelSource) -> ModelShape:
     """
     config = read_config(source)
     text = config.get_text_config(decoder=True)
-    refuse_other_caches(config, context_length=source.context_length)
+    refuse_other_models(config)
     _refuse_no_decoder(config, source)
-    geometry = ModelGeometry.from_config(config)
+    cache = read_cache_geometry(config, context_length=source.context_length)
+    geometry = cache.tuned()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     context_length = source.context_length or longest
     if not context_length:
@@ -164,7 +172,7 @@ def read_shape(source: ModelSource) -> ModelShape:
     for bits in SEARCHED_BITS:
         for head_dim in (geometry.head_dim, geometry.v_head_dim):
             check_group_size(head_dim, bits, head_dim)
-    return ModelShape(config, geometry, context_length)
+    return ModelShape(config, geometry, context_length, cache)
 
 
 def _refuse_no_decoder(config: PretrainedConfig, source: ModelSource) -> None:

@@ -89,13 +89,14 @@ class SensitivityTable:
 
     Attributes:
         identity: The facts that decide the measurement; plain JSON values.
+        geometry: The layers that were measured; scores and constants name them by their global ids.
         pairs: The paper's e_o of (layer, pair) without transforms; empty unless asked for.
         info: The counts that are reported, not compared (tokens, forward passes).
     """
 
     identity: Mapping[str, Any]
     geometry: ModelGeometry
-    constants: tuple[LayerConstants, ...]
+    constants: Mapping[int, LayerConstants]
     scores: Mapping[Candidate, CandidateScores]
     pairs: Mapping[tuple[int, PrecisionPair], float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class SensitivityTable:
                 "geometry": self.geometry.as_dict(),
                 "constants": [
                     {name: encode_fp16(getattr(c, name)) for name in ("mu", "lam", "lam_centered")}
-                    for c in self.constants
+                    for c in self.constants.values()
                 ],
                 "scores": [{**asdict(candidate), **asdict(scores)} for candidate, scores in self.scores.items()],
                 "pairs": [
@@ -176,13 +177,15 @@ class SensitivityTable:
             )
         candidate_fields = ("layer", "side", "bits", "transform")
         score_fields = ("e_self", "e_a", "e_o", "fisher", "kl")
+        geometry = ModelGeometry.from_dict(payload["geometry"])
+        constants = (
+            LayerConstants(**{name: Fp16Array.model_validate(array).decode() for name, array in item.items()})
+            for item in payload["constants"]
+        )
         return cls(
             identity=payload["identity"],
-            geometry=ModelGeometry(**payload["geometry"]),
-            constants=tuple(
-                LayerConstants(**{name: Fp16Array.model_validate(array).decode() for name, array in item.items()})
-                for item in payload["constants"]
-            ),
+            geometry=geometry,
+            constants=dict(zip(geometry.ids, constants, strict=True)),
             scores={
                 Candidate(**{name: row[name] for name in candidate_fields}): CandidateScores(
                     **{name: row[name] for name in score_fields}
@@ -196,6 +199,6 @@ class SensitivityTable:
 
 def missing_candidates(table: SensitivityTable, score: ScoreName) -> Iterable[tuple[int, Side, int]]:
     """(layer, side, bits) for which no transform has the score."""
-    for layer, side, bits in product(range(table.geometry.num_layers), SIDES, table.widths):
+    for layer, side, bits in product(table.geometry.ids, SIDES, table.widths):
         if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
             yield layer, side, bits

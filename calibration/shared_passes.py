@@ -34,8 +34,10 @@ def shared_constants(
     folder: RunFolder,
     identity: str,
     on_tokens: Callable[[int], object] = lambda _: None,
-) -> tuple[LayerConstants, ...]:
-    """Each layer's constants, as `measure_constants` has them; `on_tokens` gets the tokens of each batch that is done.
+) -> dict[int, LayerConstants]:
+    """The constants of each tuned layer by its id, as `measure_constants` has them.
+
+    `on_tokens` gets the tokens of each batch that is done.
 
     Raises:
         NonFiniteActivationError: A layer's keys, values or queries hold NaN or infinity.

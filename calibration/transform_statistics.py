@@ -80,8 +80,8 @@ def balance(key_rms: Tensor, query_rms: Tensor) -> Tensor:
     return lam.clamp(LAMBDA_MIN, LAMBDA_MAX).to(torch.float16)
 
 
-def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[LayerConstants, ...]:
-    """Run every batch once and return each layer's constants.
+def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> dict[int, LayerConstants]:
+    """Run every batch once and return the constants of each tuned layer by its id.
 
     Raises:
         NonFiniteActivationError: A layer's keys, values or queries hold NaN or infinity.
@@ -90,22 +90,23 @@ def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[La
 
 
 def sums_of_batch(chain: DecoderChain, batch: Batch) -> list[LayerSums]:
-    """Run one batch and return each layer's sums; raises what `measure_constants` does."""
-    sums = [LayerSums.zeros(chain.geometry) for _ in range(chain.geometry.num_layers)]
+    """Run one batch and return the sums of each tuned layer in order; raises what `measure_constants` does."""
+    sums = {layer_id: LayerSums.zeros(chain.geometry) for layer_id in chain.geometry.ids}
 
     def hook(layer_id: int, call: AttentionCall) -> Tensor:
         check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
-        sums[layer_id].add(call)
+        if layer_id in sums:
+            sums[layer_id].add(call)
         return attend(call)
 
     chain.trace(batch.input_ids, batch.position_ids, hook)
-    return sums
+    return list(sums.values())
 
 
-def constants_of(geometry: ModelGeometry, parts: Iterable[Sequence[LayerSums]]) -> tuple[LayerConstants, ...]:
-    """Each layer's constants of the sums of all batches, added in their order."""
+def constants_of(geometry: ModelGeometry, parts: Iterable[Sequence[LayerSums]]) -> dict[int, LayerConstants]:
+    """The constants of each tuned layer, by its id, of the sums of all batches, added in their order."""
     totals = [LayerSums.zeros(geometry) for _ in range(geometry.num_layers)]
     for part in parts:
         for total, sums in zip(totals, part, strict=True):
             total.merge(sums)
-    return tuple(total.constants() for total in totals)
+    return {layer_id: total.constants() for layer_id, total in zip(geometry.ids, totals, strict=True)}

@@ -78,7 +78,7 @@ class Workbench:
             UnsupportedModelError: It has no such chain.
         """
         _refuse_unknown_tokens(loaded, corpus)
-        chain = DecoderChain(loaded.model, loaded.shape.geometry)
+        chain = DecoderChain(loaded.model, loaded.shape.cache)
         return cls(loaded, chain, corpus, options, loaded.weights_sha256)
 
     @property
@@ -107,7 +107,7 @@ class Workbench:
 
     def constants(
         self, folder: RunFolder, on_tokens: Callable[[int], object] = lambda _: None
-    ) -> tuple[LayerConstants, ...]:
+    ) -> dict[int, LayerConstants]:
         """Each layer's constants on the calibrate split, measured with other workers of the folder; see `constants_of`.
 
         They are the same under all settings of the quantizer, so none measures them again.

@@ -17,6 +17,7 @@ from kvtuner.precision import SIDES, PrecisionPair
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.exported_configs.profile.layer_storage import LayerRecord
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import BudgetPoint, IntervalRecord, QualityRecord, UniformRecord
 
@@ -89,7 +90,13 @@ class _Facts:
 
     @property
     def _is_uniform(self) -> bool:
-        return len(set(self.profile.pairs)) == 1
+        return len({entry.pair for entry in self._growing}) == 1
+
+    @property
+    def _growing(self) -> list[LayerRecord]:
+        """The layers that take more bytes for every token."""
+        growing = self.profile.geometry.growing()
+        return [entry for entry in self.profile.layers if entry.layer in growing]
 
     @property
     def _difference(self) -> IntervalRecord:
@@ -173,9 +180,10 @@ class _Facts:
         """The layers whose keys or values have more bits than half of all layers', such as ``keys of layers 0, 4``."""
         parts = []
         for side, noun in zip(SIDES, ("keys", "values"), strict=True):
-            bits = [pair.k_bits if side == "k" else pair.v_bits for pair in self.profile.pairs]
+            entries = self._growing
+            bits = [entry.pair.k_bits if side == "k" else entry.pair.v_bits for entry in entries]
             usual = median_low(bits)
-            layers = [entry.layer for entry, own in zip(self.profile.layers, bits, strict=True) if own > usual]
+            layers = [entry.layer for entry, own in zip(entries, bits, strict=True) if own > usual]
             if layers:
                 parts.append(f"{noun} of layer{'s' * (len(layers) > 1)} {write_layers(layers)}")
         return " and ".join(parts)
@@ -225,7 +233,8 @@ class _Facts:
     def _uniform_by_search(self, uniform: UniformRecord) -> str:
         """The uniform, and how a search makes a profile of it."""
         pair = PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
-        layers = write_ranges([pair] * len(self.profile.layers))
+        ids = [entry.layer for entry in self._growing]
+        layers = write_ranges([pair] * len(ids), ids=ids)
         return f"uniform {_with_transforms(uniform.name)}, by a search with --layers {layers}"
 
 

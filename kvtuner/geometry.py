@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from kvtuner.errors import GeometryError
+from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import WHOLE_HEADS, PrecisionPair, RowShape, ScaleLayout, bytes_per_token
 
 
@@ -22,7 +23,11 @@ class ConfigLike(Protocol):
 class ModelGeometry:
     """The layers that own a KV cache, the heads of the whole model, and the channels of a key head and a value head.
 
-    The last `num_shared_layers` of a model read an earlier layer's cache and store nothing.
+    The last `num_shared_layers` of a model read an earlier layer's cache and store nothing. Of a model with other
+    layers too, these are the layers that are alike and read all tokens.
+
+    Attributes:
+        layer_ids: The global ids of the layers; None where they are all layers of the model, from 0 on.
     """
 
     num_layers: int
@@ -31,9 +36,11 @@ class ModelGeometry:
     head_dim: int
     v_head_dim: int
     num_shared_layers: int = 0
+    layer_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        assert self.layer_ids is None or len(self.layer_ids) == self.num_layers
+        for name, value in self.counts().items():
             if value < (0 if name == "num_shared_layers" else 1):
                 raise GeometryError(f"{name} must be positive, but is {value}")
         if self.num_attention_heads % self.num_kv_heads:
@@ -50,34 +57,36 @@ class ModelGeometry:
         """
         text = config.get_text_config(decoder=True)
         num_layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
-        num_heads = _optional(text, "num_attention_heads_per_layer")
-        if num_heads is None:
-            num_heads = _count(text, "num_attention_heads", "n_head", "num_heads")
-        num_kv_heads = _optional(text, "num_key_value_heads", "num_kv_heads", "n_head_kv")
-        if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-            num_kv_heads = 1  # whatever Falcon's num_kv_heads says
-        elif num_kv_heads is None:
-            num_kv_heads = num_heads
-        head_dim = _optional(text, "head_dim")
-        if head_dim is None:
-            hidden = _count(text, "hidden_size", "n_embd", "d_model")
-            if hidden % num_heads:
-                raise GeometryError(f"hidden_size {hidden} is no multiple of {num_heads} heads, and head_dim is absent")
-            head_dim = hidden // num_heads
         shared = _optional(text, "num_kv_shared_layers") or 0
-        v_head_dim = _optional(text, "v_head_dim") or head_dim
-        return cls(num_layers - shared, num_heads, num_kv_heads, head_dim, v_head_dim, shared)
+        return cls(num_layers - shared, *read_heads(text), shared)
 
     def kv_heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
         """The KV heads that one tensor-parallel rank stores; see the function of that name."""
         return kv_heads_of_rank(self.num_kv_heads, tp_rank, tp_size)
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The global ids of the layers, ascending."""
+        return tuple(range(self.num_layers)) if self.layer_ids is None else self.layer_ids
+
+    def difference(self, other: ModelGeometry) -> str | None:
+        """The first difference from a model's geometry, such as ``head_dim 64, but this model has 128``."""
+        actual = {**other.counts(), "full layers": write_layers(other.ids)}
+        for name, wanted in {**self.counts(), "full layers": write_layers(self.ids)}.items():
+            if actual[name] != wanted:
+                return f"{name} {wanted}, but this model has {actual[name]}"
+        return None
+
     def layers_of_stage(self, pp_rank: int, pp_size: int) -> range:
-        """The global layer ids of one pipeline stage; a remainder goes to the last stages, as SGLang splits.
+        """The layers of one pipeline stage by their places; a remainder goes to the last stages, as SGLang splits.
 
         Raises:
-            GeometryError: There are more stages than layers.
+            GeometryError: There are more stages than layers, or several stages of a model with other layers too.
         """
+        if pp_size > 1 and self.layer_ids is not None:
+            raise GeometryError(
+                f"pp_size {pp_size} splits all layers of a model, of which only some are tuned here; use pp_size 1"
+            )
         if not 0 <= pp_rank < pp_size or pp_size > self.num_layers:
             raise GeometryError(f"pp_rank {pp_rank} of pp_size {pp_size} does not fit {self.num_layers} layers")
         share, remainder = divmod(self.num_layers, pp_size)  # as sglang.srt.distributed.utils.get_pp_indices
@@ -96,9 +105,19 @@ class ModelGeometry:
         """The bytes of one token in an unquantized 16-bit cache, all layers."""
         return bytes_per_token([PrecisionPair(16, 16)] * self.num_layers, self.row_shape(tp_size=tp_size))
 
-    def as_dict(self) -> dict[str, int]:
-        """The fields as plain integers, for profiles and JSON output."""
-        return asdict(self)
+    def counts(self) -> dict[str, int]:
+        """The fields besides the layers' ids."""
+        return {name: value for name, value in asdict(self).items() if name != "layer_ids"}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON, for profiles and output; without the layers' ids where they are all layers."""
+        return {**self.counts(), **({} if self.layer_ids is None else {"layer_ids": list(self.layer_ids)})}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelGeometry:
+        """The geometry that `as_dict` wrote."""
+        ids = fields.get("layer_ids")
+        return cls(**{**fields, "layer_ids": None if ids is None else tuple(ids)})
 
 
 def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
@@ -120,13 +139,50 @@ def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
     return range(head, head + 1)
 
 
-def _optional(config: Any, *names: str) -> int | None:
+def read_heads(text: Any, layer_id: int | None = None, prefix: str = "") -> tuple[int, int, int, int]:
+    """The query heads, KV heads, and channels of a key head and a value head in a decoder's configuration.
+
+    They are those of one layer, or of all. Fields whose name begins with the prefix are read before those without.
+
+    Raises:
+        GeometryError: The configuration lacks a count, or heads differ from layer to layer where they are of all.
+    """
+    own = getattr(text, "per_layer_config", None) if getattr(text, "is_heterogeneous", False) else None
+    if layer_id is not None and own is not None:
+        text = own[layer_id]
+
+    def optional(*names: str) -> int | None:
+        prefixed = (prefix + name for name in names) if prefix else ()
+        return _optional(text, *prefixed, *names, layer_id=layer_id)
+
+    num_heads = optional("num_attention_heads_per_layer")
+    if num_heads is None:
+        num_heads = optional("num_attention_heads", "n_head", "num_heads")
+    if num_heads is None:
+        num_heads = _count(text, "num_attention_heads", "n_head", "num_heads")
+    num_kv_heads = optional("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        num_kv_heads = 1  # whatever Falcon's num_kv_heads says
+    elif num_kv_heads is None:
+        num_kv_heads = num_heads
+    head_dim = optional("head_dim")
+    if head_dim is None:
+        hidden = _count(text, "hidden_size", "n_embd", "d_model")
+        if num_heads < 1 or hidden % num_heads:
+            raise GeometryError(f"hidden_size {hidden} is no multiple of {num_heads} heads, and head_dim is absent")
+        head_dim = hidden // num_heads
+    return num_heads, num_kv_heads, head_dim, optional("v_head_dim") or head_dim
+
+
+def _optional(config: Any, *names: str, layer_id: int | None = None) -> int | None:
     for name in names:
         try:
             value = getattr(config, name, None)
         except RuntimeError as error:  # transformers' AmbiguousGlobalPerLayerAttributeError
             raise GeometryError(f"{name} differs from layer to layer; such models are not supported") from error
         if isinstance(value, Sequence) and not isinstance(value, str):
+            if layer_id is not None and layer_id < len(value):
+                value = [value[layer_id]]
             if len(set(value)) != 1:
                 raise GeometryError(
                     f"{name} differs from layer to layer ({list(value)}); such models are not supported"

@@ -9,12 +9,14 @@ from typing import Any, Final, Literal
 
 from kvtuner.errors import GeometryError
 from kvtuner.geometry import ModelGeometry, kv_heads_of_rank
-from kvtuner.precision import RowShape, ScaleLayout
+from kvtuner.precision import NATIVE_BITS, WHOLE_HEADS, PrecisionPair, RowShape, ScaleLayout
 
 KindName = Literal["full", "window", "latent", "none", "shared"]
 KINDS: Final[dict[KindName, str]] = {"full": "", "window": ":N", "latent": "", "none": "", "shared": ":L"}
 """The names of kinds, and the suffix that each is written with."""
 MAX_WINDOW: Final = 2**31 - 1
+_NATIVE_PAIR: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
+_OF_MODELS: Final = ("num_layers", "num_shared_layers")
 _KIND: Final = re.compile(r"(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 
 
@@ -105,6 +107,10 @@ class LayerGeometry:
         """The numbers that are cached of one token."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) + self.rope_dim
 
+    def native_bytes(self, tp_size: int = 1) -> int:
+        """The bytes of one unquantized token on a rank, without rotary channels; errors are those of `row_shape`."""
+        return self.row_shape(WHOLE_HEADS, WHOLE_HEADS, tp_size=tp_size).pair_bytes(_NATIVE_PAIR)
+
     def row_shape(self, k_layout: ScaleLayout, v_layout: ScaleLayout, *, tp_size: int = 1) -> RowShape:
         """The shape of a rank's rows, without rotary channels; `GeometryError` where heads cannot be split."""
         heads = len(kv_heads_of_rank(self.num_kv_heads, 0, tp_size))
@@ -139,6 +145,43 @@ class CacheGeometry:
         """The layers that read another layer's cache."""
         return sum(layer.kind.name == "shared" for layer in self.layers)
 
+    @classmethod
+    def of(cls, geometry: ModelGeometry) -> CacheGeometry:
+        """The geometry of a model whose layers with a cache are all full and alike, and are its first ones."""
+        assert geometry.layer_ids is None
+        counts = {name: value for name, value in geometry.counts().items() if name not in _OF_MODELS}
+        last = geometry.num_layers - 1
+        shared = (LayerGeometry(LayerKind("shared", last)),) * geometry.num_shared_layers
+        return cls((LayerGeometry(LayerKind(), **counts),) * geometry.num_layers + shared)
+
+    def tuned(self) -> ModelGeometry:
+        """The geometry of the full layers, whose precision is chosen; `GeometryError` where they are not alike."""
+        full = {layer_id: layer for layer_id, layer in enumerate(self.layers) if layer.kind.name == "full"}
+        if not full:
+            kinds = ", ".join(dict.fromkeys(str(layer.kind) for layer in self.layers))
+            raise GeometryError(f"no layer reads all tokens: their kinds are {kinds}, and only full layers are tuned")
+        (first_id, first), *others = full.items()
+        for layer_id, layer in others:
+            if layer != first:
+                raise GeometryError(
+                    f"layer {layer_id} has other heads or channels than layer {first_id}, and both read all tokens:"
+                    " only models whose full layers are alike are tuned; run this one with its own cache"
+                )
+        ids = None if len(full) == len(self.layers) else tuple(full)
+        return ModelGeometry(len(full), **_counts(first), layer_ids=ids)
+
+    def window_bytes(self, context_length: int, tp_size: int = 1) -> int:
+        """The bytes of one request's layers with windows on one rank: unquantized, of their windows' tokens alone.
+
+        `GeometryError` where heads cannot be split among ranks.
+        """
+        total = 0
+        for layer in self.layers:
+            if layer.kind.name == "window":
+                assert layer.kind.number is not None
+                total += min(layer.kind.number, context_length) * layer.native_bytes(tp_size)
+        return total
+
     def usual(self) -> LayerGeometry:
         """The most frequent geometry of the layers that own a cache, the first among equals."""
         counts = Counter(layer for layer in self.layers if layer.kind.owns_cache)
@@ -155,5 +198,9 @@ class CacheGeometry:
                     " served and converted so far: show, sign and share this profile, or run the model with its own"
                     " cache"
                 )
-        counts = {name: value for name, value in first.counts().items() if name != "rope_dim"}
-        return ModelGeometry(len(self.layers), **counts)
+        return ModelGeometry(len(self.layers), **_counts(first))
+
+
+def _counts(layer: LayerGeometry) -> dict[str, Any]:
+    """The counts that a `ModelGeometry` has too."""
+    return {name: value for name, value in layer.counts().items() if name != "rope_dim"}

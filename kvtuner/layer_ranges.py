@@ -48,11 +48,17 @@ def precisions_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
     return precisions
 
 
-def write_ranges(precisions: Iterable[object], *, start: int = 0) -> str:
-    """Write the precisions of the layers from `start` on; neighbours with the same precision are one range."""
+def write_ranges(precisions: Iterable[object], *, start: int = 0, ids: Iterable[int] | None = None) -> str:
+    """Write the precisions of the layers from `start` on, or of those of ascending ids.
+
+    Neighbours with the same precision are one range.
+    """
     entries = []
-    for precision, members in groupby(enumerate(precisions, start), key=lambda item: item[1]):
-        layers = [layer for layer, _ in members]
+    layers_of = enumerate(precisions, start) if ids is None else zip(ids, precisions, strict=True)
+    # Neighbours have one distance from their place.
+    placed = ((layer - place, layer, precision) for place, (layer, precision) in enumerate(layers_of))
+    for (_, precision), members in groupby(placed, key=lambda item: (item[0], item[2])):
+        layers = [layer for _, layer, _ in members]
         name = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         entries.append(f"{name}:{precision}")
     return ",".join(entries)

@@ -1,10 +1,16 @@
-"""The models that cache one key and one value per layer, token and KV head. Knows nothing of weights or profiles."""
+"""The models that kvtuner takes, and what their layers cache, by their configuration alone. Knows nothing of weights.
+
+Layers that read all tokens are tuned. A search and a transformers cache leave other layers as they are beside them; a
+server of ours does not run such models yet.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import UnsupportedModelError
+from kvtuner.geometry import ModelGeometry, read_heads
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,14 +24,23 @@ _OTHER_CACHES: Final = {
     "num_kv_shared_layers": "layers that read another layer's keys",
 }
 _SINKS: Final = ("gpt_oss",)
-"""No configuration says that its layers have sinks: the attention hook would find them in the weights."""
+"""No configuration says that its layers have sinks: the attention hook finds them in the weights."""
+_OWN_CACHE: Final = ("minimax",)
+"""The models that transformers runs with a cache of their own class alone."""
 _WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""What the layers of these types have their window from."""
+SINKS: Final = "s_aux"
+"""The argument that transformers gives attention sinks in: a score of each query head, which no token has."""
 _OTHER_ATTENTION: Final = {
-    "s_aux": "attention sinks",
+    SINKS: "attention sinks",
     **{name: name for name in ("position_bias", "head_mask", "sinks", "indices", "block_indices")},
 }
 """What arguments of some models' attention are, which change its result."""
-_FULL: Final = ("full_attention", "attention")
+_ATTENTION: Final = ("full_attention", "attention")
+_STATES: Final = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
+"""The names of layers without keys: those with a state of another kind, and those with none."""
+_BESIDE_STATES: Final = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""The attention of layers that have both."""
 
 
 def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None) -> None:
@@ -36,17 +51,15 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
     Raises:
         UnsupportedModelError: The model has another cache, which is named.
     """
+    refuse_other_models(config)
     text = config.get_text_config(decoder=True)
     name = getattr(text, "model_type", type(text).__name__)
-    for attribute, what in _OTHER_CACHES.items():
-        if getattr(text, attribute, None) or getattr(config, attribute, None):
-            raise UnsupportedModelError(_refusal(name, what))
     if name in _SINKS:
         raise UnsupportedModelError(_refusal(name, "attention sinks"))
-    longest = context_length or getattr(text, "max_position_embeddings", None)
-    for layer_id, kind in enumerate(_layer_kinds(text)):
+    longest = longest_context(text, context_length)
+    for layer_id, kind in enumerate(layer_kinds(text)):
         window = getattr(text, _WINDOWS.get(kind, ""), None)
-        if kind in _FULL or (window and longest and window >= longest):
+        if kind in _ATTENTION or (window and longest and window >= longest):
             continue
         if window:
             raise UnsupportedModelError(
@@ -57,8 +70,29 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
         raise UnsupportedModelError(_refusal(name, f"{kind} in layer {layer_id}, a layer without a KV cache"))
 
 
-def _layer_kinds(text: Any) -> list[str]:
-    """The kind of every layer, or one entry for all where the configuration lists none."""
+def refuse_other_models(config: ConfigLike) -> None:
+    """Refuse a model that is no decoder, or of which no layer caches keys and values, by an `UnsupportedModelError`."""
+    text = config.get_text_config(decoder=True)
+    name = getattr(text, "model_type", type(text).__name__)
+    for attribute, what in _OTHER_CACHES.items():
+        if getattr(text, attribute, None) or getattr(config, attribute, None):
+            raise UnsupportedModelError(_refusal(name, what))
+
+
+def refuse_own_cache(config: ConfigLike) -> None:
+    """Refuse a model that transformers runs with a cache of its own class, by an `UnsupportedModelError`."""
+    name = getattr(config.get_text_config(decoder=True), "model_type", None)
+    if name in _OWN_CACHE:
+        raise UnsupportedModelError(f"{name!r} takes no other cache than its own in transformers: serve it elsewhere")
+
+
+def longest_context(text: Any, context_length: int | None) -> int | None:
+    """The tokens that a model will read: as many as are given, or the positions that its configuration names."""
+    return context_length or getattr(text, "max_position_embeddings", None)
+
+
+def layer_kinds(text: Any) -> list[str]:
+    """The type of every layer in a decoder's configuration, or one entry for all where it lists none."""
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         return list(kinds)
@@ -80,3 +114,68 @@ def refuse_other_attention(layer: str, arguments: Mapping[str, object]) -> None:
     for argument, what in _OTHER_ATTENTION.items():
         if arguments.get(argument) is not None:
             raise UnsupportedModelError(f"{layer} has {what}: that is not supported yet")
+
+
+def has_states(config: ConfigLike) -> bool:
+    """Whether some layer keeps something else than keys and values of tokens, such as a recurrent state."""
+    kinds = layer_kinds(config.get_text_config(decoder=True))
+    return any(kind in _STATES or kind in _BESIDE_STATES for kind in kinds)
+
+
+def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:
+    """What every layer of a model caches, in a context of so many tokens; the configuration's longest by default.
+
+    A window that is at least as long as the context is none.
+
+    Raises:
+        UnsupportedModelError: A layer's cache is none that is searched, or no layer reads all tokens.
+        GeometryError: The configuration does not tell its heads.
+    """
+    refuse_other_models(config)
+    text = config.get_text_config(decoder=True)
+    name = getattr(text, "model_type", type(text).__name__)
+    types = layer_kinds(text)
+    longest = longest_context(text, context_length)
+    kinds = [_kind(text, name, layer_id, kind, longest) for layer_id, kind in enumerate(types)]
+    if all(kind == LayerKind() for kind in kinds) and not getattr(text, "is_heterogeneous", False):
+        return CacheGeometry.of(ModelGeometry.from_config(config))
+    if LayerKind() not in kinds:
+        _refuse_no_full_layer(text, name, types, longest)
+    if len(kinds) == 1:
+        kinds *= ModelGeometry.from_config(config).num_layers
+    geometry = CacheGeometry(tuple(_layer(text, layer_id, kind) for layer_id, kind in enumerate(kinds)))
+    geometry.tuned()
+    return geometry
+
+
+def _kind(text: Any, name: str, layer_id: int, layer_type: str, longest: int | None) -> LayerKind:
+    layer_type = _BESIDE_STATES.get(layer_type, layer_type)
+    if layer_type in _ATTENTION:
+        return LayerKind()
+    if layer_type in _STATES:
+        return LayerKind("none")
+    own = getattr(text, "per_layer_config", None) if getattr(text, "is_heterogeneous", False) else None
+    window = getattr(text if own is None else own[layer_id], _WINDOWS.get(layer_type, ""), None)
+    if isinstance(window, int) and window > 0:
+        return LayerKind() if longest and window >= longest else LayerKind("window", window)
+    raise UnsupportedModelError(
+        f"{name!r} has {layer_type} in layer {layer_id}, which reads its tokens otherwise than attention does: run it"
+        " with its own cache"
+    )
+
+
+def _layer(text: Any, layer_id: int, kind: LayerKind) -> LayerGeometry:
+    if not kind.owns_cache:
+        return LayerGeometry(kind)
+    return LayerGeometry(kind, *read_heads(text, layer_id, "swa_" if kind.name == "window" else ""))
+
+
+def _refuse_no_full_layer(text: Any, name: str, types: list[str], longest: int | None) -> None:
+    windows = [getattr(text, _WINDOWS[kind], None) for kind in types if kind in _WINDOWS]
+    if windows and windows[0]:
+        raise UnsupportedModelError(
+            f"{name!r} has {types[0]} in all layers that have keys: a window of {windows[0]} tokens, shorter than the"
+            f" context of {longest}; search with --context-length {windows[0]} and serve at most that many tokens, or"
+            " run it with its own cache"
+        )
+    raise UnsupportedModelError(f"{name!r} has no layer with a KV cache: there is nothing to tune")

@@ -8,27 +8,45 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
-from kvtuner.supported_models import refuse_other_caches
+from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
+    from kvtuner.layer_geometry import CacheGeometry
 
 
 def check_model(profile: Profile, config: ConfigLike, *, context_length: int | None = None) -> None:
-    """Check that a profile fits a model whose layers read all of the cache of `context_length` tokens.
+    """Check that a profile fits a model in a context of `context_length` tokens.
 
     That is the context that the profile was made for, by default.
 
     Raises:
-        UnsupportedModelError: A layer's cache is not one key and value per token and head.
+        UnsupportedModelError: A layer's cache is none that is searched.
+        GeometryError: The configuration does not tell its heads.
         ProfileError: The profile belongs to another model, or quantizes keys per channel, which no cache can.
     """
-    refuse_other_caches(config, context_length=context_length or calibrated_positions(profile))
-    profile.check_model(config)
+    cache = read_cache_geometry(config, context_length=context_length or calibrated_positions(profile))
+    geometry = cache.tuned()
+    if geometry.layer_ids is None and not profile.geometry.is_by_layer:
+        profile.check_model(config)
+    else:
+        profile.check_geometry(profile.tuned_geometry(), geometry)
+        if profile.geometry.is_by_layer:
+            _check_kinds(profile, cache)
     if profile.has_per_channel_keys:
         raise ProfileError(NO_TAIL_PAGES)
+
+
+def _check_kinds(profile: Profile, cache: CacheGeometry) -> None:
+    """Compare what each layer caches; heads of windows are compared by the model's own cache, which has them."""
+    for layer_id, (own, other) in enumerate(zip(profile.geometry.by_layer().layers, cache.layers, strict=True)):
+        if own.kind != other.kind:
+            raise ProfileError(
+                f"layer {layer_id} has kind {own.kind} in the profile of {profile.model.id}, but {other.kind} in this"
+                " model and context; use a profile that was searched for them"
+            )
 
 
 def check_served_model(

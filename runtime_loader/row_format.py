@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.errors import ProfileError
+from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import NATIVE_BITS, row_bytes
 from kvtuner.quant import QuantSpec, encode_fp8, saturated
 from kvtuner.row_packing import pack_rows, unpack_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvtuner.exported_configs.profile.profile import Profile
@@ -94,17 +97,20 @@ class LayerFormat:
         return self.k.row_bytes(dtype) + self.v.row_bytes(dtype)
 
 
-def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[LayerFormat, ...]:
-    """The storage, on one of `tp_size` ranks, of the layers of its pipeline stage, given by their global ids.
+def rank_formats(
+    profile: Profile, layers: Sequence[int], *, tp_rank: int = 0, tp_size: int = 1
+) -> tuple[LayerFormat, ...]:
+    """The storage, on one of `tp_size` ranks, of full layers, such as those of its stage, given by their global ids.
 
-    Heads that cannot be split so are a `GeometryError`; layers that the profile does not have, or that differ
-    in kind, heads or channels, are a `ProfileError`.
+    Heads that cannot be split so are a `GeometryError`; layers that the profile does not have, or full ones that
+    differ in heads or channels, are a `ProfileError`.
     """
-    geometry = profile.to_geometry()
-    if not 0 <= layers.start < layers.stop <= geometry.num_layers:
+    geometry = profile.tuned_geometry()
+    if not layers or not set(layers) <= set(geometry.ids):
+        served = f"{layers[0]} to {layers[-1]}" if layers else "that are none"
         raise ProfileError(
-            f"the profile has layers 0 to {geometry.num_layers - 1}, but this rank serves layers"
-            f" {layers.start} to {layers.stop - 1}; use a profile that was searched for this model"
+            f"the profile has full layers {write_layers(geometry.ids)}, but this rank serves layers {served};"
+            " use a profile that was searched for this model"
         )
     heads = geometry.kv_heads_of_rank(tp_rank, tp_size)
     dims = {"k": geometry.head_dim, "v": geometry.v_head_dim}

@@ -11,24 +11,24 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from transformers import Cache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
-from kvtuner.errors import CacheError, UnsupportedModelError
-from kvtuner.geometry import ModelGeometry
+from kvtuner.errors import CacheError, ServingError, UnsupportedModelError
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_served_model
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 from kvtuner.runtime_loader.rows_in_place import attention_in_place, register_attention_in_place
 from kvtuner.runtime_loader.transformers_layer import KVTunerLayer, num_queries_of
-from kvtuner.runtime_loader.window_attention import register_window_attention
-from kvtuner.supported_models import refuse_other_caches
+from kvtuner.runtime_loader.window_attention import has_sinks, register_window_attention
+from kvtuner.supported_models import has_states, layer_kinds, read_cache_geometry, refuse_own_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ConfigLike
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class KVTunerCache(Cache):
-    """Packed keys and values of a whole model, with an explicit read plan.
+    """Packed keys and values of a model's full layers, with an explicit read plan; other layers have their own cache.
 
     Read plans say what a chunk of tokens reads; earlier chunks are always read from their rows:
       - ``decode``: the first chunk is exact within itself (a prompt prefilled at once); every later one, of
@@ -61,11 +61,12 @@ class KVTunerCache(Cache):
             warns once. None if no layer centres or the profile does not say.
     """
 
-    def __init__(self, layers: Sequence[KVTunerLayer], read_plan: ReadPlanName = "decode") -> None:
+    def __init__(self, layers: Sequence[Any], read_plan: ReadPlanName = "decode") -> None:
         super().__init__(layers=[*layers])
         self._read_plan = _checked(read_plan)
         self._is_attended = False
         self._in_place: PackedAttention | None = None
+        self._packed_layers = [layer for layer in layers if isinstance(layer, KVTunerLayer)]
         self.num_calibrated_positions: int | None = None
 
     @classmethod
@@ -84,19 +85,21 @@ class KVTunerCache(Cache):
         as long is none. With `allow_derived` a fine-tune, or another configuration of the same geometry, is no error.
 
         Raises:
-            UnsupportedModelError: A layer's cache is not one key and value per token and head.
+            UnsupportedModelError: A layer's cache is none that is searched.
             ProfileError: The profile belongs to another model.
             CacheError: The read plan is unknown.
         """
+        refuse_own_cache(config)
         for warning in check_served_model(profile, config, context_length=context_length, allow_derived=allow_derived):
             warnings.warn(warning, stacklevel=2)
-        return cls.stored_by(profile, read_plan)
+        return cls.stored_by(profile, read_plan, config)
 
     @classmethod
-    def stored_by(cls, profile: Profile, read_plan: ReadPlanName = "decode") -> Self:
-        """An empty cache for the model of a profile, which nobody checks."""
-        formats = rank_formats(profile, range(len(profile.pairs)))
-        cache = cls([KVTunerLayer(layer, profile.window) for layer in formats], read_plan)
+    def stored_by(cls, profile: Profile, read_plan: ReadPlanName = "decode", config: ConfigLike | None = None) -> Self:
+        """An empty cache for the model of a profile, which nobody checks; the configuration has its other layers."""
+        ids = profile.tuned_geometry().ids
+        layers = [KVTunerLayer(layer, profile.window) for layer in rank_formats(profile, ids)]
+        cache = cls(_among_others(dict(zip(ids, layers, strict=True)), config), read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
 
@@ -107,16 +110,15 @@ class KVTunerCache(Cache):
         It will hold `context_length` tokens; all positions of the model by default.
 
         Raises:
-            UnsupportedModelError: A layer's cache is not one key and value per token and head.
+            UnsupportedModelError: A layer's cache is none that is searched.
             GeometryError: The configuration does not tell its heads.
         """
-        refuse_other_caches(config, context_length=context_length)
-        geometry = ModelGeometry.from_config(config)
+        geometry = read_cache_geometry(config, context_length=context_length).tuned()
         k, v = (
             RowFormat(geometry.num_kv_heads, dim, QuantSpec(8, fp8=True))
             for dim in (geometry.head_dim, geometry.v_head_dim)
         )
-        return cls([KVTunerLayer(LayerFormat(k, v)) for _ in range(geometry.num_layers)], read_plan)
+        return cls(_among_others({i: KVTunerLayer(LayerFormat(k, v)) for i in geometry.ids}, config), read_plan)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={self.layers}, read_plan={self.read_plan!r})"
@@ -145,8 +147,14 @@ class KVTunerCache(Cache):
 
         Raises:
             UnsupportedModelError: The model does not go through transformers' AttentionInterface.
-            ServingError: Rows are to be read in place, and cannot be here.
+            ServingError: Rows are to be read in place, and cannot be here, such as beside layers of another kind.
         """
+        if len(self._packed_layers) < len(self.layers) or has_sinks(model):
+            if in_place:
+                raise ServingError(
+                    "rows are read in place where all layers are full and have no attention sinks; leave in_place out"
+                )
+            in_place = False
         reader = attention_in_place(model, self._formats, in_place)
         if reader is None and not self.window.residual_length:
             yield self
@@ -193,7 +201,9 @@ class KVTunerCache(Cache):
 
         A `CacheError` refuses a chunk of several tokens that read different copies, outside of `attending`.
         """
-        layer, tokens = self._packed_layers[layer_idx], key_states.shape[2]
+        layer, tokens = self.layers[layer_idx], key_states.shape[2]
+        if not isinstance(layer, KVTunerLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._in_place is not None:
             stored = layer.store(self._in_place, key_states, value_states, self.read_plan)
             self._warn_beyond_calibration(layer.get_seq_length())
@@ -211,7 +221,11 @@ class KVTunerCache(Cache):
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length and offset of what the next `update` of a layer returns; the offset counts copies, negative."""
-        layer = self._packed_layers[layer_idx]
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, KVTunerLayer):
+            return super().get_mask_sizes(cast("int", query_length), layer_idx)
+        if not isinstance(layer, KVTunerLayer):  # one without tokens, by which transformers asks for all layers
+            layer = self._packed_layers[0]
         reads_back = self._is_attended and self._in_place is None
         copies = layer.copies_read(num_queries_of(query_length), self.read_plan) if reads_back else 0
         length, _ = layer.get_mask_sizes(query_length)
@@ -231,13 +245,32 @@ class KVTunerCache(Cache):
     def _formats(self) -> list[RowFormat]:
         return [side.format for layer in self._packed_layers for side in (layer.k, layer.v)]
 
-    @property
-    def _packed_layers(self) -> list[KVTunerLayer]:
-        return cast("list[KVTunerLayer]", self.layers)
+
+def _among_others(packed: Mapping[int, KVTunerLayer], config: ConfigLike | None) -> list[Any]:
+    """The layers of a model's cache: those that are packed by their ids, and transformers' own for the others."""
+    if list(packed) == list(range(len(packed))) and (config is None or not _has_others(len(packed), config)):
+        return list(packed.values())
+    assert config is not None, "other layers are those of a configuration"
+    own = DynamicCache(config=cast("PreTrainedConfig", config)).layers
+    return [_beside(packed[layer_id], layer) if layer_id in packed else layer for layer_id, layer in enumerate(own)]
+
+
+def _has_others(num_packed: int, config: ConfigLike) -> bool:
+    kinds = layer_kinds(config.get_text_config(decoder=True))
+    return has_states(config) or len(kinds) not in (1, num_packed)
+
+
+def _beside(packed: KVTunerLayer, own: Any) -> KVTunerLayer:
+    """A packed layer, with the recurrent states that transformers' own has beside its keys."""
+    if not hasattr(own, "recurrent_states"):
+        return packed
+    from kvtuner.runtime_loader.state_layer import KVTunerStateLayer  # early releases of transformers 5 have no base
+
+    return KVTunerStateLayer(packed, own.number_of_states)
 
 
 def _is_centered(profile: Profile) -> bool:
-    specs = [profile.quant_spec(layer_id, "k") for layer_id in range(len(profile.pairs))]
+    specs = [profile.quant_spec(layer_id, "k") for layer_id in profile.tuned_geometry().ids]
     return any(spec is not None and spec.transform.kind.centered for spec in specs)
 
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvtuner.supported_models import refuse_other_attention
+from kvtuner.supported_models import SINKS, refuse_other_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,11 @@ def register_window_attention() -> str:
     AttentionInterface.register(WINDOW_ATTENTION, _attention)
     AttentionMaskInterface.register(WINDOW_ATTENTION, _mask)
     return WINDOW_ATTENTION
+
+
+def has_sinks(model: torch.nn.Module) -> bool:
+    """Whether some layer's attention has sinks, which transformers' models keep as a weight of that name."""
+    return any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
 
 
 def num_copies(num_queries: int, residual_length: int) -> int:
@@ -83,14 +88,20 @@ def _attention(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
+    sinks = rest.pop(SINKS, None)
     refuse_other_attention(f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})", rest)
-    if softcap is None:
+    if softcap is None and sinks is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)[0]
         return output, None
     assert attention_mask is not None
     group = query.shape[1] // key.shape[1]
     products = query @ repeat_kv(key, group).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(products / softcap)
+    scores = products if softcap is None else softcap * torch.tanh(products / softcap)
     # The query of a padding token reads no key: of infinities its sum would be NaN, and spoil what others read of it.
-    weights = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min).softmax(-1)
+    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:  # one more token of each head, without a value
+        beside = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, beside), dim=-1).softmax(-1)[..., :-1]
     return (weights @ repeat_kv(value, group)).transpose(1, 2).contiguous(), None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.geometry import ModelGeometry
+    from kvtuner.layer_geometry import CacheGeometry
 
 BudgetKind = Literal["mean_bits", "effective_bits", "percent", "bytes_per_token", "memory"]
 
@@ -110,8 +111,11 @@ class Budget:
         tp_size: int = 1,
         pp_size: int = 1,
         window: ExactWindow = NO_WINDOW,
+        others: CacheGeometry | None = None,
     ) -> Constraint:
         """The budget as a constraint on a model on tp_size x pp_size ranks; every pipeline stage keeps it.
+
+        Memory for requests also holds the windows of `others`, all layers of the model.
 
         Raises:
             BudgetError: Below the smallest configuration; says the smallest budget possible.
@@ -120,7 +124,10 @@ class Budget:
         """
         shape = geometry.row_shape(k_layout, v_layout, tp_size=tp_size)
         stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))
-        constraint = Constraint(self, shape, stages, window)
+        beside = 0
+        if others is not None and self.request_tokens is not None:
+            beside = others.window_bytes(self.request_tokens, tp_size)
+        constraint = Constraint(self, shape, stages, window, beside)
         if not constraint.is_met([SMALLEST_PAIR] * geometry.num_layers):
             raise BudgetError(
                 f"a budget must hold every layer at {SMALLEST_PAIR}, but {self.text} does not;"
@@ -134,14 +141,18 @@ class Constraint:
     """A budget as exact integers: in each pipeline stage, the costs of its layers' pairs sum to at most its cap.
 
     The unit is stored bytes of one token on one rank, whose rows have `shape`; for mean_bits, payload bits of one token
-    per KV head. Memory for requests of a known length holds the copies of their exact window too; other budgets are of
-    rows alone.
+    per KV head. Memory for requests of a known length holds the copies of their exact window too, and the bytes of
+    layers with windows; other budgets are of rows alone.
+
+    Attributes:
+        window_layer_bytes: The bytes of one request's layers with windows, in memory for requests.
     """
 
     budget: Budget
     shape: RowShape
     stages: tuple[range, ...]
     window: ExactWindow = NO_WINDOW
+    window_layer_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -181,11 +192,11 @@ class Constraint:
                 return self.budget.unit_bytes
 
     def _window_cost(self, stage: int) -> Fraction:
-        """Bytes of the exact copies of a stage's layers, all packed, spread over the tokens of a request."""
+        """Bytes of a stage's exact copies, of layers all packed, and of windows, spread over a request's tokens."""
         if self.budget.request_tokens is None:
             return Fraction(0)
         layer_bytes = self.window.num_tokens * copy_bytes(SMALLEST_PAIR, self.shape.pair_bytes(NATIVE_PAIR))
-        return Fraction(len(self.stages[stage]) * layer_bytes, self.budget.request_tokens)
+        return Fraction(len(self.stages[stage]) * layer_bytes + self.window_layer_bytes, self.budget.request_tokens)
 
     def most_bytes(self, stage: int, widths: Sequence[int]) -> int:
         """The most stored bytes of one token that a stage's layers take inside the budget, at packed `widths` or 16.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import PrecisionError, SearchSpaceError
-from kvtuner.layer_ranges import precisions_by_layer, read_ranges
+from kvtuner.layer_ranges import precisions_by_layer, read_ranges, write_layers
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 def parse_keep(text: str) -> dict[int, PrecisionPair]:
@@ -24,32 +24,37 @@ def parse_keep(text: str) -> dict[int, PrecisionPair]:
         raise SearchSpaceError(f"{error}, in {text[:200]!r}") from error
 
 
-def parse_ranges(text: str, num_layers: int) -> list[PrecisionPair]:
-    """Read a precision for every layer of a model: ``0-1:bf16,2-27:K4V2``.
+def parse_ranges(text: str, ids: Sequence[int]) -> list[PrecisionPair]:
+    """Read a precision for every layer of a model that is tuned, by ascending ids: ``0-1:bf16,2-27:K4V2``.
 
     Raises:
         SearchSpaceError: An entry that cannot be read, or a layer that is missing, twice or not of the model.
     """
     pairs = parse_keep(text)
-    check_layers(pairs, num_layers)
-    missing = [layer for layer in range(num_layers) if layer not in pairs]
+    check_layers(pairs, ids)
+    missing = [layer for layer in ids if layer not in pairs]
     if missing:
         raise SearchSpaceError(
-            f"every layer needs a precision, but {text!r} has none for layer {missing[0]};"
-            f" the model has layers 0-{num_layers - 1}"
+            f"every layer needs a precision, but {text!r} has none for layer {missing[0]}; {_has_layers(ids)}"
         )
-    return [pairs[layer] for layer in range(num_layers)]
+    return [pairs[layer] for layer in ids]
 
 
-def check_layers(layers: Iterable[int], num_layers: int) -> None:
-    """Check that the model has all of `layers`.
+def check_layers(layers: Iterable[int], ids: Sequence[int]) -> None:
+    """Check that all of `layers` are among those of a model that are tuned, by ascending ids.
 
     Raises:
-        SearchSpaceError: It has not; names the first.
+        SearchSpaceError: One is not; names the first.
     """
     for layer in sorted(layers):
-        if not 0 <= layer < num_layers:
-            raise SearchSpaceError(f"the model has layers 0-{num_layers - 1}, so layer {layer} cannot be given")
+        if layer not in ids:
+            raise SearchSpaceError(f"{_has_layers(ids)}, so layer {layer} cannot be given")
+
+
+def _has_layers(ids: Sequence[int]) -> str:
+    if ids[-1] == len(ids) - 1:
+        return f"the model has layers 0-{ids[-1]}"
+    return f"the model has layers {write_layers(ids)} that are tuned, and others that keep their own cache"
 
 
 def _pair(layer: int, precision: str) -> PrecisionPair:

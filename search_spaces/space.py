@@ -59,7 +59,7 @@ class LayerMenu:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Menus of all layers in order, and groups, a partition of the layers, whose layers must choose the same pair.
+    """Menus of all layers in order, and groups, a partition of their places, whose layers must choose the same pair.
 
     The layers of a group have the same pairs to choose from. The bytes in the menus are those of rows of `shape`.
     """
@@ -69,7 +69,7 @@ class SearchSpace:
     shape: RowShape
 
     def __post_init__(self) -> None:
-        assert [menu.layer for menu in self.menus] == list(range(len(self.menus)))
+        assert [menu.layer for menu in self.menus] == sorted({menu.layer for menu in self.menus})
         assert sorted(layer for group in self.groups for layer in group) == list(range(len(self.menus)))
         assert all(self.menus[i].pairs == self.menus[group[0]].pairs for group in self.groups for i in group)
 
@@ -121,9 +121,9 @@ class SearchSpace:
             SearchSpaceError: Nothing is left for a layer.
         """
         menus = []
-        for menu in self.menus:
-            low = PrecisionPair(2, 2) if lower is None else lower[menu.layer].pair
-            high = PrecisionPair(16, 16) if upper is None else upper[menu.layer].pair
+        for place, menu in enumerate(self.menus):
+            low = PrecisionPair(2, 2) if lower is None else lower[place].pair
+            high = PrecisionPair(16, 16) if upper is None else upper[place].pair
             choices = tuple(c for c in menu.choices if _is_within(c.pair, low, high))
             if not choices:
                 raise SearchSpaceError(f"layer {menu.layer} has no choice from {low} to {high}; change --keep")
@@ -170,9 +170,9 @@ def build_space(
         PrecisionError: Rows that cannot be packed.
     """
     keep = keep or {}
-    num_layers = table.geometry.num_layers
-    check_layers(keep, num_layers)
-    menus = tuple(_menu(table, score, shape, layer, keep.get(layer), prune) for layer in range(num_layers))
+    ids, num_layers = table.geometry.ids, table.geometry.num_layers
+    check_layers(keep, ids)
+    menus = tuple(_menu(table, score, shape, layer, keep.get(layer), prune) for layer in ids)
     partition: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(num_layers))
     if groups:
         # A forced layer has nothing to share: its layer id makes its menu differ from all others.
@@ -192,7 +192,8 @@ def configuration_from_pairs(
     """
     if len(pairs) != table.geometry.num_layers:
         raise SearchSpaceError(f"the model has {table.geometry.num_layers} layers, but {len(pairs)} pairs are given")
-    return tuple(_choice(table, score, shape, layer, pair) for layer, pair in enumerate(pairs))
+    places = zip(table.geometry.ids, pairs, strict=True)
+    return tuple(_choice(table, score, shape, layer, pair) for layer, pair in places)
 
 
 def uniform(
@@ -210,7 +211,7 @@ def uniform(
             score=_plain_score(table, layer, "k", pair.k_bits, score)
             + _plain_score(table, layer, "v", pair.v_bits, score),
         )
-        for layer, choice in enumerate(best)
+        for layer, choice in zip(table.geometry.ids, best, strict=True)
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hub_server import LoopbackHub
 from hypothesis import settings
+from tiny.layered_models import LAYERED, TEXT_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -163,8 +164,9 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    prefix, own = FAMILIES.get(name, (name, {}))
-    config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **own, **changes})
+    prefix, own = FAMILIES.get(name) or LAYERED.get(name, (name, {}))
+    config_class = getattr(transformers, f"{TEXT_CLASSES.get(prefix, prefix)}Config")
+    config = config_class(**{**COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():

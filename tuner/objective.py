@@ -43,7 +43,7 @@ def layer_specs(
     """The storage of every layer of a configuration, as a simulator takes it."""
     return {
         layer: _layer_spec(layer, (choice.pair, choice.k_transform, choice.v_transform), table, options)
-        for layer, choice in enumerate(configuration)
+        for layer, choice in zip(table.geometry.ids, configuration, strict=True)
     }
 
 
@@ -182,7 +182,7 @@ class MeasuredKL:
             places = [place for other, place in items if other == key]
             specs = {
                 layer: self._spec(layer, PrecisionPair.parse(pair), *transforms)
-                for layer, (pair, *transforms) in enumerate(_parts_of(key))
+                for layer, (pair, *transforms) in zip(self._table.geometry.ids, _parts_of(key), strict=True)
             }
             kls: list[float] = self._simulator.measure(specs, places=places).kl.mean(dim=1).tolist()
             records = []

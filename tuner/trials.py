@@ -125,9 +125,9 @@ def choice_text(choice: LayerChoice) -> str:
     return ", ".join([str(choice.pair), *(f"{side} {transform}" for side, transform in sides if transform != "none")])
 
 
-def layer_texts(configuration: Configuration) -> dict[str, str]:
-    """The choice of every layer for a reader."""
-    return {f"layer {layer}": choice_text(choice) for layer, choice in enumerate(configuration)}
+def layer_texts(configuration: Configuration, ids: Sequence[int]) -> dict[str, str]:
+    """The choice of every layer, named by its id, for a reader."""
+    return {f"layer {layer}": choice_text(choice) for layer, choice in zip(ids, configuration, strict=True)}
 
 
 def all_params(trial: FrozenTrial) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Worker:
             except NonFiniteActivationError as error:
                 violation, outcome[FAILURE] = FAILURE_VIOLATION, str(error)
         set_violation(trial, violation)
-        trial.set_user_attr(LAYERS, layer_texts(configuration))
+        trial.set_user_attr(LAYERS, layer_texts(configuration, [menu.layer for menu in self._space.menus]))
         trial.set_user_attr(OUTCOME, outcome)
         ended = self._end(trial.number, value)
         return None if ended is None else self._reader.record(ended)

@@ -101,7 +101,7 @@ def line_through(y: Tensor, codes: Tensor) -> Tensor:
 
 def refined_constants(
     bench: Workbench, table: SensitivityTable, configuration: Configuration, *, together: bool
-) -> tuple[tuple[LayerConstants, ...], int]:
+) -> tuple[dict[int, LayerConstants], int]:
     """The constants of every layer after refinement on the calibrate split, and the number of layers that keep theirs.
 
     Each layer moves alone, with nothing else quantized, or all move together under the whole configuration. What does
@@ -125,7 +125,7 @@ def refined_constants(
             alone = LayerSpec(k=replace(keys.spec, transform=keys.rounded()))
             if select.kl({layer: alone}) < select.kl({layer: LayerSpec(k=keys.spec)}):
                 kept.append(layer)
-    constants = list(table.constants)
+    constants = dict(table.constants)
     for layer in kept:
         transform = moving[layer].rounded()
         name = "lam_centered" if transform.kind.centered else "lam"
@@ -133,7 +133,7 @@ def refined_constants(
         constants[layer] = replace(
             constants[layer], **changed, **({} if transform.mu is None else {"mu": transform.mu})
         )
-    return tuple(constants), len(kept)
+    return constants, len(kept)
 
 
 def read_through(spec: QuantSpec | None, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def _attend_late(call: AttentionCall, layer: StoredLayer, start: int) -> Tensor:
             attention_scores(call, q, exact_k[:, :, seen]),
             attention_scores(call, q, k[:, :, seen]),
         )
-        weights = causal_softmax(scores, rows)
+        weights = causal_softmax(call, scores, rows)
         of_exact = weights * values.exact.mask(rows, places[seen])
         attended = of_exact @ exact_v[:, :, None, seen] + (weights - of_exact) @ v[:, :, None, seen]
         blocks.append(attended.flatten(1, 2).to(call.q.dtype))

@@ -27,7 +27,7 @@ class WholeModelKL:
 
     def __init__(self, bench: Workbench, folder: RunFolder) -> None:
         self._bench, self._folder = bench, folder
-        self._prepared: tuple[Simulator, tuple[LayerConstants, ...]] | None = None
+        self._prepared: tuple[Simulator, dict[int, LayerConstants]] | None = None
 
     def measure(self, quant: QuantizationOptions, bits: int, sides: Sequence[Side]) -> list[float | None]:
         """The KL of every sequence, nats per token; None where it is not finite.
@@ -40,7 +40,7 @@ class WholeModelKL:
             self._prepared = self._bench.simulator("calibrate"), constants
         simulator, constants = self._prepared
         specs = {}
-        for layer, constant in enumerate(constants):
+        for layer, constant in constants.items():
             keys, values = (
                 quant.spec(side, bits, constant.transform(side, quant.transform_names(side)[-1]))
                 if side in sides

@@ -1,7 +1,8 @@
 """The attention hook: a function that transformers calls with the post-RoPE q, k, v of every layer.
 
 Registered with AttentionInterface and AttentionMaskInterface, so no model code is patched. Sequences are never padded:
-the mask function returns None and attention is causal. Knows nothing of quantization.
+attention is causal, and in place of a mask a layer with a window is given what a query sees. Knows nothing of
+quantization.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+from kvtuner.calibration.forward.seen_tokens import SeenTokens, last_tokens
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.supported_models import refuse_other_attention
+from kvtuner.supported_models import SINKS, refuse_other_attention
 
 IMPLEMENTATION = "kvtuner"
 AttentionHook = Callable[[int, AttentionCall], Tensor]
@@ -40,12 +42,13 @@ def register_hook() -> str:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     return IMPLEMENTATION
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _mask(*_: Any, local_size: int | None = None, mask_function: Any = None, **__: Any) -> SeenTokens | None:
+    """What a query sees, in a layer with a window or chunks; None where it sees all tokens before it."""
+    return None if local_size is None else SeenTokens(local_size, mask_function)
 
 
 def _attention(
@@ -53,7 +56,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: SeenTokens | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -68,14 +71,13 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
         raise UnsupportedModelError(f"layer {layer_id} ({name}) is not causal; only decoders have a KV cache to tune")
-    if attention_mask is not None:
+    if isinstance(attention_mask, Tensor):
         raise UnsupportedModelError(f"layer {layer_id} ({name}) builds its own attention mask, which is not supported")
-    if sliding_window is not None and sliding_window < key.shape[2]:
-        raise UnsupportedModelError(
-            f"layer {layer_id} ({name}) has a window of {sliding_window}, below the {key.shape[2]} tokens it reads"
-        )
+    sinks = kwargs.pop(SINKS, None)
     refuse_other_attention(f"layer {layer_id} ({name})", kwargs)
-    call = AttentionCall(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
+    seen = last_tokens(sliding_window) if attention_mask is None and sliding_window else attention_mask
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    call = AttentionCall(query, key, value, scaling, softcap, seen, sinks)
     hook = _hook.get()
     output = attend(call) if hook is None else hook(layer_id, call)
     return output.transpose(1, 2).contiguous(), None

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
-from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
+from kvtuner.errors import KVTunerError, NonFiniteActivationError, UnsupportedModelError
+from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
+from kvtuner.layer_ranges import write_layers
+from kvtuner.supported_models import has_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedModel
-
-    from kvtuner.geometry import ModelGeometry
 
 LOGITS_IN_FLIGHT = 1 << 23  # 32 MiB of float32, of which a comparison holds several
 MAX_LOGIT_ROWS = 128  # of a small vocabulary: what is done to logits then stays in a core's cache
@@ -79,15 +81,20 @@ class ForwardCount:
 class DecoderChain:
     """Runs a causal language model layer by layer."""
 
-    def __init__(self, model: PreTrainedModel, geometry: ModelGeometry) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: ModelGeometry | CacheGeometry) -> None:
         """Find the chain in `model` and check it on a probe of a few tokens.
 
         Raises:
-            UnsupportedModelError: The model is not a chain of layers with one attention call each.
+            UnsupportedModelError: The model is not a chain of layers, of which those with keys call attention once.
             NonFiniteActivationError: NaN or infinity in a layer.
         """
         self.model = model
-        self.geometry = geometry
+        self.cache = CacheGeometry.of(geometry) if isinstance(geometry, ModelGeometry) else geometry
+        """The cache of all layers; heads and channels of windows as the probe shows them."""
+        self.geometry = geometry if isinstance(geometry, ModelGeometry) else geometry.tuned()
+        """The layers whose precision is chosen."""
+        self.has_states = has_states(model.config)
+        """Whether tokens depend on earlier ones by more than their keys and values."""
         self.name = type(model).__name__
         self.count = ForwardCount()
         self.decoder: nn.Module = model.get_decoder()
@@ -97,7 +104,13 @@ class DecoderChain:
             raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
         self.head: nn.Module = head
         self._norm: nn.Module | None = None
-        self._check_on_probe()
+        try:
+            self._check_on_probe()
+        except KVTunerError:
+            raise
+        except Exception as error:  # a model's own code raises anything where it meets what it does not expect
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UnsupportedModelError(f"{self.name} cannot be run layer by layer: {reason}") from error
 
     @property
     def input_device(self) -> torch.device:
@@ -105,9 +118,9 @@ class DecoderChain:
         return next(iter(self.model.get_input_embeddings().parameters())).device
 
     def _find_layers(self) -> list[nn.Module]:
-        wanted = self.geometry.num_layers
+        wanted = len(self.cache.layers)
         for module in self.decoder.children():
-            if isinstance(module, nn.ModuleList) and len(module) == wanted + self.geometry.num_shared_layers:
+            if isinstance(module, nn.ModuleList) and len(module) == wanted:
                 return list(module)
         raise UnsupportedModelError(f"{self.name} has no list of {wanted} decoder layers")
 
@@ -258,21 +271,33 @@ class DecoderChain:
         return trace, outputs, norms[-1] if norms else None
 
     def _check_attention(self, calls: list[tuple[int, AttentionCall]]) -> None:
-        geometry = self.geometry
         ids = [layer_id for layer_id, _ in calls]
-        if ids != list(range(geometry.num_layers)):
+        if ids != list(self.cache.owners):
+            owners = self.cache.owners
             raise UnsupportedModelError(
-                f"{self.name} has no attention hook in every layer: {geometry.num_layers} layers are expected to call"
-                f" transformers' AttentionInterface once each, in order, but the calls came from layers {ids}"
+                f"{self.name} has no attention hook in every layer: {len(owners)} layers are expected to call"
+                f" transformers' AttentionInterface once each, in order, layers {write_layers(owners)}, but the calls"
+                f" came from layers {ids}"
             )
+        layers = list(self.cache.layers)
         for layer_id, call in calls:
+            layer = layers[layer_id]
             actual = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
-            expected = (geometry.num_attention_heads, geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim)
-            if actual != expected:
+            expected = (layer.num_attention_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
+            if layer.kind.name == "window":
+                if call.seen is None or call.seen.size != layer.kind.number:
+                    size = "none" if call.seen is None else f"one of {call.seen.size} tokens"
+                    raise UnsupportedModelError(
+                        f"{self.name}: layer {layer_id} has kind {layer.kind} by its configuration, but its attention"
+                        f" is given {size}"
+                    )
+                layers[layer_id] = LayerGeometry(layer.kind, *actual)
+            elif actual != expected:
                 raise UnsupportedModelError(
                     f"{self.name}: layer {layer_id} has (query heads, KV heads, head_dim, v_head_dim) = {actual},"
                     f" its configuration says {expected}"
                 )
+        self.cache = CacheGeometry(tuple(layers))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,7 @@ Tokens before the split of a read plan see nothing quantized, so their keys and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
@@ -26,23 +26,23 @@ TOLERANCE = 0.05  # of the norm of final hidden states
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Exact keys and values of the first tokens of a batch, of every layer; empty if no token is kept.
+    """Exact keys and values of the first tokens of a batch, of every layer by its id; empty if no token is kept.
 
     They are [batch, num_kv_heads, tokens, head_dim], values with v_head_dim channels.
     """
 
-    k: Sequence[Tensor] = ()
-    v: Sequence[Tensor] = ()
+    k: Mapping[int, Tensor] = field(default_factory=dict)
+    v: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the prompt."""
-        return self.k[0].shape[2] if self.k else 0
+        return next(iter(self.k.values())).shape[2] if self.k else 0
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all keys and values."""
-        return sum(x.numel() * x.element_size() for x in (*self.k, *self.v))
+        return sum(x.numel() * x.element_size() for x in (*self.k.values(), *self.v.values()))
 
     def before(self, hook: AttentionHook) -> AttentionHook:
         """A hook that puts the prompt's keys and values before those that the model computes, and calls `hook`."""
@@ -52,7 +52,7 @@ class Prompt:
         def over_all_tokens(layer_id: int, call: AttentionCall) -> Tensor:
             k = torch.cat((self.k[layer_id], call.k), dim=2)
             v = torch.cat((self.v[layer_id], call.v), dim=2)
-            return hook(layer_id, AttentionCall(call.q, k, v, call.scaling, call.softcap))
+            return hook(layer_id, replace(call, k=k, v=v))
 
         return over_all_tokens
 
@@ -62,17 +62,18 @@ NO_PROMPT = Prompt()
 
 def prompt_bytes(chain: DecoderChain, batch: Batch, split: int) -> int:
     """Bytes of the keys and values of the first `split` tokens of a batch."""
-    geometry, dtype = chain.geometry, next(chain.model.parameters()).dtype
-    per_token = geometry.num_layers * geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
+    dtype = next(chain.model.parameters()).dtype
+    per_token = sum(layer.num_elements for layer in chain.cache.layers)
     return batch.input_ids.shape[0] * split * per_token * max(2, dtype.itemsize)
 
 
 def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMPT_BYTES) -> tuple[Prompt, Trace]:
     """Run a batch exactly, keep its first `split` tokens, and trace the others after them.
 
-    Nothing is kept, and all tokens are traced, where the keys and values would take more than `limit` bytes, and where
-    tokens run otherwise after a prompt than with it: another shape of a matrix product rounds otherwise, which adds up
-    in many layers of bfloat16. Both results are right; whole sequences take longer.
+    Nothing is kept, and all tokens are traced, where the keys and values would take more than `limit` bytes, where
+    layers have a state besides them, and where tokens run otherwise after a prompt than with it: another shape of a
+    matrix product rounds otherwise, which adds up in many layers of bfloat16. All results are right; whole sequences
+    take longer.
 
     Returns:
         The prompt, and the trace of the tokens that are not in it: [batch, tokens - prompt.num_tokens, hidden_size].
@@ -80,16 +81,16 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
     Raises:
         NonFiniteActivationError: NaN or infinity; names the layer.
     """
-    if split == 0 or prompt_bytes(chain, batch, split) > limit:
+    if split == 0 or chain.has_states or prompt_bytes(chain, batch, split) > limit:
         trace = chain.trace(batch.input_ids, batch.position_ids)
         trace.check_finite()
         return NO_PROMPT, trace
-    k: list[Tensor] = []
-    v: list[Tensor] = []
+    k: dict[int, Tensor] = {}
+    v: dict[int, Tensor] = {}
 
-    def keep(_: int, call: AttentionCall) -> Tensor:
-        k.append(call.k[:, :, :split].clone())
-        v.append(call.v[:, :, :split].clone())
+    def keep(layer_id: int, call: AttentionCall) -> Tensor:
+        k[layer_id] = call.k[:, :, :split].clone()
+        v[layer_id] = call.v[:, :, :split].clone()
         return attend(call)
 
     whole = chain.trace(batch.input_ids, batch.position_ids, keep)

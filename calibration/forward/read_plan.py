@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.quant import saturated
 
 if TYPE_CHECKING:
+    from kvtuner.calibration.forward.seen_tokens import SeenTokens
     from kvtuner.read_plan_names import ReadPlanName
 
 ROWS_AT_A_TIME = 128  # under a mask: all rows at once would read the keys that causality hides from the early ones
@@ -58,6 +59,9 @@ class AttentionCall:
         q: The queries [batch, num_heads, rows, head_dim] of the last tokens, usually of all.
         k: The keys [batch, num_kv_heads, tokens, head_dim].
         v: The values [batch, num_kv_heads, tokens, v_head_dim].
+        seen: The tokens that a query sees where the layer has a window; None where it sees all before it.
+        sinks: The score of each query head that takes part in its softmax as one more token without a value,
+            [num_heads]; None where there are no such attention sinks.
     """
 
     q: Tensor
@@ -65,6 +69,23 @@ class AttentionCall:
     v: Tensor
     scaling: float
     softcap: float | None = None
+    seen: SeenTokens | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scores are scaled products and nothing else takes part in the softmax."""
+        return self.softcap is None and self.sinks is None
+
+    def hidden(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Whether each of `tokens` is hidden from the query of each token in `rows`, bool [rows, tokens]."""
+        hidden, window = tokens > rows.unsqueeze(-1), self.window
+        return hidden if window is None else hidden | ~window.seen(rows, tokens)
+
+    @property
+    def window(self) -> SeenTokens | None:
+        """The tokens that a query sees where it does not see all before it."""
+        return None if self.seen is None or self.seen.size >= self.k.shape[2] else self.seen
 
     @property
     def first(self) -> int:
@@ -83,7 +104,7 @@ def probabilities(call: AttentionCall, q: Tensor, k: Tensor, rows: Tensor) -> Te
     Queries q are [..., num_kv_heads, group, rows, head_dim] of the tokens `rows`, keys k [..., num_kv_heads, tokens,
     head_dim].
     """
-    return causal_softmax(attention_scores(call, q, k), rows)
+    return causal_softmax(call, attention_scores(call, q, k), rows)
 
 
 def attention_scores(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
@@ -93,12 +114,24 @@ def attention_scores(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
     return scores if call.softcap is None else torch.tanh(scores / call.softcap) * call.softcap
 
 
-def causal_softmax(scores: Tensor, rows: Tensor) -> Tensor:
-    """Probabilities of scores [..., rows, tokens], which are overwritten; a row sees no token after its own."""
-    hidden = torch.arange(scores.shape[-1], device=rows.device) > rows.unsqueeze(-1)
+def causal_softmax(call: AttentionCall, scores: Tensor, rows: Tensor) -> Tensor:
+    """Probabilities of scores [..., num_kv_heads, group, rows, tokens], which are overwritten.
+
+    A row sees no token after its own, nor one outside of the call's window.
+    """
+    hidden = call.hidden(rows, torch.arange(scores.shape[-1], device=rows.device))
     # Adding -inf where it is hidden: several times faster than masked_fill_ on a CPU.
-    weights: Tensor = scores.add_(_additive(hidden, torch.float32).to(scores.device)).softmax(dim=-1)
-    return weights
+    return _softmax(call, scores.add_(_additive(hidden, torch.float32).to(scores.device)))
+
+
+def _softmax(call: AttentionCall, scores: Tensor) -> Tensor:
+    """Probabilities of masked scores [..., num_kv_heads, group, rows, tokens], beside the call's sinks."""
+    if call.sinks is None:
+        weights: Tensor = scores.softmax(dim=-1)
+        return weights
+    sinks = call.sinks.to(torch.float32).unflatten(0, (call.k.shape[1], -1))[..., None, None]
+    beside = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)
+    return beside[..., :-1]
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,17 +159,21 @@ def attend(
     k = call.k if k is None else saturated(k, dtype)
     v = call.v if v is None else saturated(v, dtype)
     start = call.first if start is None else start
-    if call.softcap is not None:
+    if not call.is_plain:
         late = torch.arange(start, k.shape[2], device=k.device)
         weights = probabilities(call, call.grouped_query(late - call.first), k.to(torch.float32), late)
         return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(dtype)
-    if start == 0:
+    if start == 0 and call.window is None:
         return _attend_rows(call, k, v, slice(None), None)
     tokens, blocks = k.shape[2], []
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
         # What is added to the scores: attention on a CPU would have to make it of a mask of booleans.
-        mask = torch.full((last - first, last), float("-inf"), dtype=dtype, device=k.device).triu_(first + 1)
+        if call.window is not None:
+            places = torch.arange(last, device=k.device)
+            mask = _additive(call.hidden(places[first:], places), dtype)
+        else:
+            mask = torch.full((last - first, last), float("-inf"), dtype=dtype, device=k.device).triu_(first + 1)
         rows = slice(first - call.first, last - call.first)
         blocks.append(_attend_rows(call, k[:, :, :last], v[:, :, :last], rows, mask))
     return torch.cat(blocks, dim=2)
@@ -164,7 +201,7 @@ def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: Exac
     """
     dtype, tokens = call.q.dtype, call.k.shape[2]
     k, v, blocks = saturated(k, dtype), saturated(v, dtype), []
-    mask_dtype = dtype if call.softcap is None else torch.float32
+    mask_dtype = dtype if call.is_plain else torch.float32
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
         read, *exact = _runs(window, first, last)
@@ -172,6 +209,10 @@ def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: Exac
         block_v = torch.cat((v[:, :, read], *(call.v[:, :, run] for run in exact)), dim=2)
         block = slice(first - call.first, last - call.first)
         mask = _mask_beside_window(window, first, last, mask_dtype, k.device)
+        if call.window is not None:
+            places = torch.arange(last, device=k.device)
+            at = torch.cat([places[run] for run in (read, *exact)])
+            mask = mask + _additive(call.hidden(places[first:], at), mask_dtype)
         blocks.append(_attend_masked(call, block_k, block_v, block, mask))
     return torch.cat(blocks, dim=2)
 
@@ -198,10 +239,10 @@ def _mask_beside_window(window: ExactWindow, first: int, last: int, dtype: torch
 
 def _attend_masked(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor) -> Tensor:
     """Attention of `rows` of the queries over keys of which some are hidden by a mask that is added, [rows, keys]."""
-    if call.softcap is None:
+    if call.is_plain:
         return _attend_rows(call, k, v, rows, mask)
     scores = attention_scores(call, call.grouped_query(rows), k.to(torch.float32))
-    weights = scores.add_(mask).softmax(dim=-1)
+    weights = _softmax(call, scores.add_(mask))
     return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(call.q.dtype)
 
 
@@ -222,5 +263,5 @@ def attend_by_plan(
     if first == call.first:
         return late
     prefix = slice(None, plan.split)
-    early = AttentionCall(call.q[:, :, prefix], call.k[:, :, prefix], call.v[:, :, prefix], call.scaling, call.softcap)
+    early = replace(call, q=call.q[:, :, prefix], k=call.k[:, :, prefix], v=call.v[:, :, prefix])
     return torch.cat((attend(early), late), dim=2)

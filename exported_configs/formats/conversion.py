@@ -14,6 +14,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import (
     FITTED_BITS,
     NATIVE_BITS,
@@ -188,6 +189,11 @@ def read(
     The profile has no transforms and measurements, and the notes say what the file left open. A file that is wrong, or
     an option that means nothing to the format, is a `ProfileError`.
     """
+    if geometry.layer_ids is not None:
+        raise ProfileError(
+            f"only layers {write_layers(geometry.layer_ids)} of this model read all tokens, which {name} files do not"
+            " say: search it instead"
+        )
     for option in fields(options):
         flag, is_set = option.metadata.get("flag"), getattr(options, option.name) not in (None, {})
         if flag and is_set and option.name not in (formats.FORMATS[name].options or ()):
@@ -211,6 +217,7 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     """Write a profile as another tool's file; `ProfileError` for what it cannot say, unless `lossy` drops it."""
     if lossy and not formats.FORMATS[name].can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
+    profile.to_geometry()
     profile.check_one_shape()  # as no other tool's file has layers of several
     widened = [
         LostFeature(layer, f"{THREE_BITS} bits, for which the file has {WIDER_BITS}")

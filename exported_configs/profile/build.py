@@ -136,8 +136,23 @@ def build_profile(
     )
 
 
+def of_whole_model(
+    cache: CacheGeometry, tuned: Sequence[LayerQuantization]
+) -> tuple[ModelGeometry | CacheGeometry, list[LayerQuantization]]:
+    """The geometry and the layers that a profile is built from, of its tuned layers in their order.
+
+    Other layers that own a cache keep the served dtype.
+    """
+    geometry = cache.tuned()
+    if geometry.layer_ids is None:
+        return geometry, list(tuned)
+    chosen = dict(zip(geometry.ids, tuned, strict=True))
+    native = LayerQuantization(NATIVE_BITS, NATIVE_BITS)
+    return cache, [chosen.get(layer_id, native) for layer_id in cache.owners]
+
+
 def uniform_profile(
-    geometry: ModelGeometry,
+    geometry: ModelGeometry | CacheGeometry,
     pair: PrecisionPair,
     model: ModelIdentity,
     *,
@@ -147,13 +162,16 @@ def uniform_profile(
     fit: Fit = "minmax",
     window: ExactWindow = NO_WINDOW,
 ) -> Profile:
-    """Build a profile with the same widths in every layer, without transforms and measurements.
+    """Build a profile with the same widths in every tuned layer, without transforms and measurements.
 
     Errors are those of `build_profile`.
     """
+    cache = CacheGeometry.of(geometry) if isinstance(geometry, ModelGeometry) else geometry
+    tuned = [LayerQuantization(pair.k_bits, pair.v_bits)] * cache.tuned().num_layers
+    whole, layers = of_whole_model(cache, tuned)
     return build_profile(
-        geometry=geometry,
-        layers=[LayerQuantization(pair.k_bits, pair.v_bits)] * geometry.num_layers,
+        geometry=geometry if isinstance(geometry, ModelGeometry) else whole,
+        layers=layers,
         k_layout=k_layout,
         v_layout=v_layout,
         symmetric=symmetric,

@@ -95,7 +95,8 @@ class GeometryRecord(StrictModel):
     def fields_of(cls, geometry: ModelGeometry | CacheGeometry) -> dict[str, Any]:
         """The fields of a geometry in the file: the most frequent one, and what differs from it by layer."""
         if isinstance(geometry, ModelGeometry):
-            return geometry.as_dict()
+            assert geometry.layer_ids is None, "a profile needs the geometry of all layers"
+            return geometry.counts()
         usual = geometry.usual()
         counts = {name: value for name, value in usual.counts().items() if name != "rope_dim" or value}
         size = {"num_layers": len(geometry.owners), "num_shared_layers": geometry.num_shared_layers}
@@ -121,6 +122,10 @@ class GeometryRecord(StrictModel):
             return self.by_layer().alike()
         return ModelGeometry(**self.model_dump(exclude={"kind", "rope_dim", "exceptions"}))
 
+    def tuned(self) -> ModelGeometry:
+        """The geometry of the full layers; `GeometryError` where there are none, or not alike."""
+        return self.by_layer().tuned() if self.is_by_layer else self.to_geometry()
+
     def owners(self) -> dict[int, LayerGeometry]:
         """The geometry of every layer that owns a cache, by ascending global id."""
         if self.is_by_layer:
@@ -128,6 +133,11 @@ class GeometryRecord(StrictModel):
             return {layer_id: geometry.layers[layer_id] for layer_id in geometry.owners}
         counts = self.model_dump(include={*_COUNTS})
         return dict.fromkeys(range(self.num_layers), LayerGeometry(LayerKind(), **counts))
+
+    def growing(self) -> dict[int, LayerGeometry]:
+        """The owners that take more bytes for every token: those without a window, or all where each has one."""
+        owners = self.owners()
+        return {layer_id: layer for layer_id, layer in owners.items() if layer.kind.name != "window"} or owners
 
     def by_layer(self) -> CacheGeometry:
         """The geometry of every layer of the model by its global id, from a record that `is_by_layer`.
@@ -164,7 +174,7 @@ class GeometryRecord(StrictModel):
     def hashed(self) -> dict[str, Any]:
         """What the digest covers: the six counts where they are all, else the geometry of every layer, written out."""
         if not self.is_by_layer:
-            return self.to_geometry().as_dict()
+            return self.to_geometry().counts()
         layers = [
             {"kind": str(layer.kind), **(layer.counts() if layer.kind.owns_cache else {})}
             for layer in self.by_layer().layers

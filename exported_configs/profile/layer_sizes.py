@@ -8,7 +8,7 @@ from typing import Self
 from kvtuner.exported_configs.profile.field_types import round_figure
 from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
 from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord
-from kvtuner.precision import NATIVE_BITS, copy_bytes
+from kvtuner.precision import NATIVE_BITS, WHOLE_HEADS, copy_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class LayerSizes:
 
     Native bytes are those of an unquantized token, copied ones those of a token in an exact window.
 
-    A layer with a window counts in full: it stores each token, if only for a while.
+    A layer with a window does not count beside others: past its window a token takes no more of it.
     """
 
     num_bytes: int
@@ -30,8 +30,12 @@ class LayerSizes:
     def of(cls, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord], tp_size: int = 1) -> Self:
         """The sizes on one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
         owners = geometry.owners()
+        growing = geometry.growing()
         num_bytes = num_native_bytes = num_copied_bytes = payload_bits = num_elements = 0
         for entry in layers:
+            if entry.layer not in growing:
+                owners[entry.layer].row_shape(WHOLE_HEADS, WHOLE_HEADS, tp_size=tp_size)
+                continue
             layer, pair = owners[entry.layer], entry.pair
             shape = defaults.layer_shape(layer, entry, tp_size)
             rope_bits = NATIVE_BITS * layer.rope_dim

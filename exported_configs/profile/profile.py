@@ -117,6 +117,12 @@ class Profile(StrictModel):
         return tuple(entry.pair for entry in self.layers)
 
     @property
+    def tuned_pairs(self) -> tuple[PrecisionPair, ...]:
+        """The widths of the full layers, in their order; `ProfileError` where these are not alike."""
+        tuned = self.tuned_geometry().ids
+        return tuple(entry.pair for entry in self.layers if entry.layer in tuned)
+
+    @property
     def mean_bits(self) -> Fraction:
         """The payload bits per element, exact."""
         return self.sizes().mean_bits
@@ -141,12 +147,15 @@ class Profile(StrictModel):
         Errors for layers of several shapes are those of `check_one_shape`.
         """
         self.check_one_shape()
-        return self.defaults.row_shape(self.to_geometry(), tp_size)
+        return self.defaults.row_shape(self.tuned_geometry(), tp_size)
 
     def check_one_shape(self) -> None:
-        """Check that rows of all layers have one shape; a `ProfileError` names the first layer that differs."""
-        self.to_geometry()
+        """Check that rows of all full layers have one shape; a `ProfileError` names the first layer that differs."""
+        tuned = self.tuned_geometry().ids
         for entry in self.layers:
+            if entry.layer not in tuned:
+                _check_native(entry)
+                continue
             for side, record, defaults in entry.sides(self.defaults):
                 if group_size_of(record, defaults) != defaults.group_size:
                     raise ProfileError(
@@ -203,25 +212,38 @@ class Profile(StrictModel):
         except GeometryError as error:
             raise ProfileError(str(error)) from error
 
+    def tuned_geometry(self) -> ModelGeometry:
+        """The geometry of the full layers; where these are not alike, a `ProfileError` names the first other one."""
+        try:
+            return self.geometry.tuned()
+        except GeometryError as error:
+            raise ProfileError(str(error)) from error
+
     def check_model(self, config: ConfigLike) -> None:
-        """Check that the profile fits the model of a transformers configuration.
+        """Check that the profile fits the model of a transformers configuration, whose layers are all alike.
 
         A `ProfileError` names the first count that differs; a configuration without a cache is a `GeometryError`.
         """
-        counts = self.to_geometry().as_dict()
-        actual = ModelGeometry.from_config(config).as_dict()
-        for name, wanted in counts.items():
-            if actual[name] != wanted:
-                raise ProfileError(
-                    f"the profile of {self.model.id} has {name} {wanted}, but this model has {actual[name]};"
-                    " use a profile that was searched for this model"
-                )
+        self.check_geometry(self.to_geometry(), ModelGeometry.from_config(config))
+
+    def check_geometry(self, own: ModelGeometry, other: ModelGeometry) -> None:
+        """Check that a geometry of the profile is that of a model; a `ProfileError` names the first difference."""
+        if difference := own.difference(other):
+            raise ProfileError(f"the profile of {self.model.id} has {difference}; use one that was searched for it")
 
     def _side(self, layer_id: int, side: Side) -> tuple[SideRecord | None, SideDefaults]:
         place = bisect_left(self.layers, layer_id, key=lambda entry: entry.layer)
         assert self.layers[place : place + 1] and self.layers[place].layer == layer_id, f"no layer {layer_id}"
         entry = self.layers[place]
         return (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
+
+
+def _check_native(entry: LayerRecord) -> None:
+    if entry.pair != PrecisionPair(NATIVE_BITS, NATIVE_BITS):
+        raise ProfileError(
+            f"layers[{entry.layer}] stores {entry.pair} and does not read all tokens: such a profile is shown, signed"
+            " and shared, but only full layers are measured and stored packed; give it 16 bits"
+        )
 
 
 def _check_version(profile: Profile) -> None:

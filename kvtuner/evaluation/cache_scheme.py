@@ -28,6 +28,7 @@ from kvtuner.precision import (
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.supported_models import refuse_own_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -154,9 +155,9 @@ class Fp8Scheme(CacheScheme):
     @classmethod
     def of(cls, geometry: ModelGeometry) -> Self:
         """The scheme for a model."""
-        layers, spec = geometry.num_layers, QuantSpec(8, fp8=True)
-        specs = {layer: LayerSpec(spec, spec) for layer in range(layers)}
-        return cls(name=FP8, pairs=(PrecisionPair(8, 8),) * layers, rows=geometry.row_shape(), key=FP8, specs=specs)
+        spec, pairs = QuantSpec(8, fp8=True), (PrecisionPair(8, 8),) * geometry.num_layers
+        specs = {layer: LayerSpec(spec, spec) for layer in geometry.ids}
+        return cls(name=FP8, pairs=pairs, rows=geometry.row_shape(), key=FP8, specs=specs)
 
     def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """A cache that rounds to fp8."""
@@ -184,14 +185,14 @@ class ProfileScheme(CacheScheme):
     @classmethod
     def of(cls, name: str, profile: Profile, file: Path | None = None) -> Self:
         """The scheme of a profile; `ProfileError` for keys per channel, and where layers differ in their shape."""
-        rows, layers = profile.row_shape(), range(len(profile.pairs))
+        rows, layers = profile.row_shape(), profile.tuned_geometry().ids
         specs = {
             layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), profile.window)
             for layer in layers
         }
         return cls(
             name=name,
-            pairs=profile.pairs,
+            pairs=profile.tuned_pairs,
             rows=rows,
             key=profile.digest,
             specs=specs,
@@ -207,8 +208,9 @@ class ProfileScheme(CacheScheme):
 
     def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """A cache that packs rows as the profile says."""
+        refuse_own_cache(config)
         check_model(self.profile, config, context_length=context_length)
-        return KVTunerCache.stored_by(self.profile, read_plan)
+        return KVTunerCache.stored_by(self.profile, read_plan, config)
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """The flag that names the profile's file, which is written to the folder where there is none yet."""

@@ -57,7 +57,7 @@ def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
         raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
     identity = identity_of(shape.config, id="model", revision=None, dtype="bfloat16")
     name = f"{pair}{SYMMETRIC if symmetric else ''}"
-    return ProfileScheme.of(name, uniform_profile(shape.geometry, pair, identity, symmetric=symmetric))
+    return ProfileScheme.of(name, uniform_profile(shape.cache, pair, identity, symmetric=symmetric))
 
 
 def named_schemes(

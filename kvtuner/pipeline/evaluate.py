@@ -41,6 +41,8 @@ from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.evaluation_report import evaluation_page, sample_lines
 from kvtuner.report.table import RecordTable, record_table
 from kvtuner.run_folder import sha256_of, write_atomically
+from kvtuner.runtime_loader.window_attention import has_sinks
+from kvtuner.supported_models import has_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -236,6 +238,10 @@ def _local_backend(loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlan
         return LocalBackend(loaded, scheme, read_plan)
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         say(f"{scheme.name} answers by a transformers cache: the model lies on several devices")
+        return LocalBackend(loaded, scheme, read_plan)
+    is_full = loaded.shape.geometry.layer_ids is None and not has_states(loaded.shape.config)
+    if not is_full or has_sinks(loaded.model):
+        say(f"{scheme.name} answers by a transformers cache: the engine takes full layers without attention sinks")
         return LocalBackend(loaded, scheme, read_plan)
     return EngineBackend(loaded, scheme, read_plan)
 

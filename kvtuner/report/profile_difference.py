@@ -126,7 +126,9 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
 def _counts(profile: Profile) -> dict[str, Any]:
     """The counts of a model, and the layers of each kind and shape where they differ."""
     kinds = "; ".join(f"{kind}, {layers}" for kind, layers in geometry_facts(profile)) or "full, all layers alike"
-    return {name: getattr(profile.geometry, name) for name in ModelGeometry.__dataclass_fields__} | {"kinds": kinds}
+    return {
+        name: getattr(profile.geometry, name) for name in ModelGeometry.__dataclass_fields__ if name != "layer_ids"
+    } | {"kinds": kinds}
 
 
 def _settings(profile: Profile) -> dict[str, Any]:

@@ -128,7 +128,11 @@ def _geometry_text(geometry: LayerGeometry) -> str:
         shape = f"a latent of {geometry.head_dim} channels and {geometry.rope_dim} rotary ones"
     else:
         shape = f"{geometry.num_kv_heads} KV heads of {geometry.head_dim} and {geometry.v_head_dim} channels"
-    return f"{shape}, {geometry.num_attention_heads} query heads"
+    text = f"{shape}, {geometry.num_attention_heads} query heads"
+    if geometry.kind.number is None:
+        return text
+    at_most = geometry.kind.number * geometry.native_bytes()
+    return f"{text}, at most {count(at_most)} bytes per request"
 
 
 def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:

@@ -36,18 +36,18 @@ _CHEAP_SCORES: Final[dict[str, Callable[[CandidateScores], float]]] = {
 }
 
 
-def layer_rows(configuration: Sequence[LayerChoice]) -> tuple[LayerRow, ...]:
-    """The winner, layer by layer."""
+def layer_rows(configuration: Sequence[LayerChoice], ids: Sequence[int]) -> tuple[LayerRow, ...]:
+    """The winner, layer by layer with their ids."""
     return tuple(
         LayerRow(layer, choice.pair.k_bits, choice.pair.v_bits, choice.k_transform, choice.v_transform)
-        for layer, choice in enumerate(configuration)
+        for layer, choice in zip(ids, configuration, strict=True)
     )
 
 
 def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
     """Each layer, side and width under the transform with the least isolated KL (else Fisher score), and under none."""
     rows = []
-    for layer in range(table.geometry.num_layers):
+    for layer in table.geometry.ids:
         for side in SIDES:
             for bits in table.widths:
                 scores = table.of(layer, side, bits)

@@ -46,8 +46,8 @@ def formats_of(
         UnsupportedModelError: A layer's cache is not one key and value per token and head.
         ProfileError: The profile belongs to another model.
     """
+    refuse_other_caches(model.config, context_length=context_length)
     if profile is None:
-        refuse_other_caches(model.config, context_length=context_length)
         geometry = ModelGeometry.from_config(model.config)
         k, v = (RowFormat(geometry.num_kv_heads, dim, None) for dim in (geometry.head_dim, geometry.v_head_dim))
         return (LayerFormat(k, v),) * geometry.num_layers

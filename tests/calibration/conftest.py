@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kvtuner.calibration.batches import Batch, batches
 from kvtuner.calibration.forward.attention_hook import register_hook
 from kvtuner.calibration.forward.chain import DecoderChain
-from kvtuner.geometry import ModelGeometry
+from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def chain_of(load_tiny: LoadTiny) -> Callable[..., DecoderChain]:
 
     def make(family: str = "llama-gqa", **changes: Any) -> DecoderChain:
         loaded = load_tiny(family, **changes)
-        return DecoderChain(loaded.model, loaded.shape.geometry)
+        return DecoderChain(loaded.model, loaded.shape.cache)
 
     return make
 
@@ -40,7 +40,7 @@ def chain_over() -> Callable[[Any], DecoderChain]:
     def make(model: Any) -> DecoderChain:
         model.eval().requires_grad_(False)
         model.set_attn_implementation(register_hook())
-        return DecoderChain(model, ModelGeometry.from_config(model.config))
+        return DecoderChain(model, read_cache_geometry(model.config))
 
     return make
 

@@ -293,23 +293,12 @@ def test_a_context_that_the_model_lacks_is_refused(length: int, message: str, mo
             {**DECODER, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
             "multi-head latent attention (MLA)",
         ),
-        ("Qwen3Next", DECODER, "without a KV cache"),
-        ("Mamba", {}, "without a KV cache"),
+        ("Qwen3Next", DECODER, "no layer with a KV cache"),
+        ("Mamba", {}, "no layer with a KV cache"),
         ("Qwen2VL", {}, "is a 'qwen2_vl'"),
         ("EfficientNet", {}, "is a 'efficientnet'"),
         ("T5", {"num_layers": 2}, "encoder-decoder"),
         ("Llama", {**DECODER, "num_kv_shared_layers": 1}, "layers that read another layer's keys"),
-        (
-            "Qwen2",
-            {
-                **DECODER,
-                "num_hidden_layers": 4,
-                "use_sliding_window": True,
-                "sliding_window": 64,
-                "max_window_layers": 2,
-            },
-            "in layer 2: a window of 64 tokens",
-        ),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_asked_for(
@@ -322,9 +311,16 @@ def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_asked_f
 def test_a_window_shorter_than_the_context_is_refused_and_says_how_to_serve(tmp_path: Path) -> None:
     source = config_folder(tmp_path, "Mistral", **DECODER, sliding_window=128)
     message = refusal(lambda: read_shape(source))
-    assert "in layer 0: a window of 128 tokens, shorter than the context of 512" in message
+    assert "in all layers that have keys: a window of 128 tokens, shorter than the context of 512" in message
     assert "--context-length 128" in message
     assert read_shape(ModelSource(source.model, context_length=128)).context_length == 128
+
+
+def test_layers_with_a_window_beside_full_ones_are_left_as_they_are(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    shape = read_shape(config_folder(tmp_path, "Qwen2", **{**DECODER, "num_hidden_layers": 4}, **windows))
+    assert [str(layer.kind) for layer in shape.cache.layers] == ["full", "full", "window:64", "window:64"]
+    assert shape.geometry.ids == (0, 1)
 
 
 def test_a_window_that_no_layer_uses_is_no_window(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def table() -> SensitivityTable:
     return SensitivityTable(
         identity={"model": "tiny", "seed": 3, "range": [0, 511], "none": None},
         geometry=geometry,
-        constants=tuple(LayerConstants(draw(), draw(), draw()) for _ in range(2)),
+        constants={layer: LayerConstants(draw(), draw(), draw()) for layer in range(2)},
         scores=scores,
         pairs={(1, PrecisionPair(8, 4)): 0.1 + 0.2},
         info={"calibrate_tokens": 96},
@@ -68,7 +68,7 @@ def test_a_table_comes_back_to_the_last_bit(table: SensitivityTable, tmp_path: P
     assert list(loaded.scores) == list(table.scores)
     assert (loaded.identity, loaded.geometry) == (table.identity, table.geometry)
     assert (loaded.pairs, loaded.info) == (table.pairs, table.info)
-    for found, expected in zip(loaded.constants, table.constants, strict=True):
+    for found, expected in zip(loaded.constants.values(), table.constants.values(), strict=True):
         for name in ("mu", "lam", "lam_centered"):
             first, second = getattr(found, name), getattr(expected, name)
             assert first.dtype == torch.float16

@@ -75,7 +75,7 @@ def test_constants_do_not_depend_on_how_sequences_are_batched(
 ) -> None:
     chain = chain_of("qwen2-bias")
     one, three = (measure_constants(chain, random_batches(5, 16, batch_size=size)) for size in (1, 3))
-    for first, second in zip(one, three, strict=True):
+    for first, second in zip(one.values(), three.values(), strict=True):
         for name in ("mu", "lam", "lam_centered"):
             torch.testing.assert_close(getattr(first, name), getattr(second, name), rtol=FP16_STEP, atol=1e-6)
 

@@ -72,7 +72,7 @@ def assert_tables_equal(first: SensitivityTable, second: SensitivityTable) -> No
     assert first.scores == second.scores
     assert first.pairs == second.pairs
     assert first.identity == second.identity
-    for one, other in zip(first.constants, second.constants, strict=True):
+    for one, other in zip(first.constants.values(), second.constants.values(), strict=True):
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("mu", "lam", "lam_centered"))
 
 

@@ -47,7 +47,7 @@ def test_a_rank_has_its_heads_with_their_own_constants(profile: Any, tp_size: in
 def test_a_stage_has_its_layers_and_no_others(profile: Any) -> None:
     (only,) = rank_formats(profile, range(1, 2))
     assert (only.k.bits, only.v.bits) == (16, 8)
-    with pytest.raises(ProfileError, match="the profile has layers 0 to 1, but this rank serves layers 1 to 2"):
+    with pytest.raises(ProfileError, match="the profile has full layers 0-1, but this rank serves layers 1 to 2"):
         rank_formats(profile, range(1, 3))
 
 

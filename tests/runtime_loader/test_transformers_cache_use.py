@@ -1,22 +1,35 @@
-"""What generate and its callers do to a cache between forwards, and what it refuses."""
+"""What generate and its callers do to a cache between forwards, on models of all kinds, and what it refuses.
+
+Where layers differ there are two oracles: transformers' own cache at 16 bits, and calibration's simulator.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from tiny.layered_models import LAYERED
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from kvtuner.errors import CacheError, ProfileError, UnsupportedModelError
-from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.calibration.forward.attention_hook import register_hook
+from kvtuner.calibration.forward.chain import DecoderChain
+from kvtuner.calibration.forward.read_plan import ReadPlan
+from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
+from kvtuner.errors import CacheError, ProfileError, ServingError, UnsupportedModelError
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, of_whole_model
 from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ExactWindow
 from kvtuner.quant import Transform
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.supported_models import read_cache_geometry
 
 Filled = Callable[[int, Tensor], KVTunerCache]
 
@@ -25,6 +38,11 @@ ProfileOf = Callable[..., Profile]
 TransformOf = Callable[[str, ModelGeometry, int], Transform]
 
 NATIVE = [LayerQuantization(16, 16), LayerQuantization(16, 16)]
+DIGEST = "sha256:" + 64 * "0"
+PROMPT, TOKENS = 40, 46
+CUTS = (PROMPT, *range(PROMPT + 1, TOKENS + 1))
+FULL_FIRST = ("full_attention", "sliding_attention")
+SHOWN = [name for name in LAYERED if name not in ("llama4", "zamba2", "minimax")]
 TOLERANCE = 1e-9  # float64 error of a model that is run in other chunks
 
 
@@ -168,7 +186,7 @@ def test_a_sliding_window_is_refused_unless_no_position_can_leave_it(model_of: M
     fields = {name: common[name] for name in (*names, "num_key_value_heads", "head_dim", "initializer_range")}
     narrow = MistralConfig(**fields, max_position_embeddings=64, sliding_window=63)
     profile = profile_of(narrow, NATIVE)
-    with pytest.raises(UnsupportedModelError, match="sliding_attention in layer 0"):
+    with pytest.raises(UnsupportedModelError, match="sliding_attention in all layers that have keys"):
         KVTunerCache.from_profile(profile, narrow)
     torch.manual_seed(3)
     model = MistralForCausalLM(MistralConfig(**fields, max_position_embeddings=64, sliding_window=64)).eval()
@@ -229,3 +247,125 @@ def test_use_beyond_the_positions_of_the_key_means_warns_once(
         silent = KVTunerCache.from_profile(profile_of(config, layers, last_position=last_position), config)
         for _ in range(3):
             silent.update(states, states, 0)
+
+
+def profile_by_kinds(
+    chain: DecoderChain, pairs: Sequence[tuple[int, int]], window: ExactWindow | None = None
+) -> Profile:
+    geometry, layers = of_whole_model(chain.cache, [LayerQuantization(k, v) for k, v in pairs])
+    return build_profile(
+        geometry=geometry,
+        layers=layers,
+        symmetric=False,
+        model=ModelIdentity(id="tiny", revision=None, config_sha256=DIGEST, architecture="Tiny", dtype="float32"),
+        budget=AskedBudget("by hand"),
+        window=window or ExactWindow(),
+    )
+
+
+def chain_of(model: Any) -> DecoderChain:
+    hooked = copy.deepcopy(model)
+    hooked.set_attn_implementation(register_hook())
+    return DecoderChain(hooked, read_cache_geometry(hooked.config))
+
+
+def logits_after(model: Any, ids: Tensor, cache: Any, cuts: Sequence[int] = CUTS) -> Tensor:
+    """Logits of all tokens, given in chunks that end at the cuts."""
+    found, first = [], 0
+    for last in cuts:
+        positions = torch.arange(first, last).unsqueeze(0).expand(len(ids), -1)
+        with cache.attending(model) if isinstance(cache, KVTunerCache) else nullcontext():
+            output = model(ids[:, first:last], position_ids=positions, past_key_values=cache, use_cache=True)
+        found.append(output.logits)
+        first = last
+    return torch.cat(found, dim=1)
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(2, 320, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_16_bits_are_the_models_own_cache_and_packed_rows_are_the_simulators(
+    name: str, make_model: Callable[..., Any]
+) -> None:
+    """Tolerances: 1e-4 where no code can flip but by float32 sums, and a flipped code moves logits by its step."""
+    model = make_model(name)
+    if name == "gemma2":  # without a window the model's own attention reads, and sdpa leaves its cap out
+        model.set_attn_implementation("eager")
+    chain, ids = chain_of(model), some_tokens()
+    layers = chain.geometry.num_layers
+    own = logits_after(model, ids, DynamicCache(config=model.config))
+    native = KVTunerCache.stored_by(profile_by_kinds(chain, [(16, 16)] * layers), "decode", model.config)
+    torch.testing.assert_close(logits_after(model, ids, native), own, rtol=1e-4, atol=1e-4)
+    for pair, window in (((4, 4), None), ((2, 3), ExactWindow(8, 2))):
+        profile = profile_by_kinds(chain, [pair] * layers, window)
+        specs = {
+            layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), profile.window)
+            for layer in chain.geometry.ids
+        }
+        positions = torch.arange(TOKENS).unsqueeze(0).expand(len(ids), -1)
+        trace = chain.trace(ids, positions, quantized_attention(specs, ReadPlan("decode", PROMPT)))
+        cache = KVTunerCache.stored_by(profile, "decode", model.config)
+        found = logits_after(model, ids, cache)
+        simulated = chain.logits(trace.final)
+        effect = (found - own)[:, PROMPT:].abs().max()
+        assert effect > 0.01 or name == "cohere2"
+        assert (found - simulated).abs().mean() < 0.01 * effect
+        assert cache.stored_bytes == 2 * TOKENS * profile.bytes_per_token()
+        if name != "jamba":  # whose own code loses its state between chunks of several tokens
+            chunks = KVTunerCache.stored_by(profile, "decode", model.config)
+            in_chunks = logits_after(model, ids, chunks, (PROMPT, PROMPT + 4, TOKENS))
+            assert (in_chunks - found).abs().mean() < 0.01 * effect
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5", "falcon-h1"])
+def test_generation_goes_through_the_models_own_loop(name: str, make_model: Callable[..., Any]) -> None:
+    model = make_model(name)
+    chain = chain_of(model)
+    profile = profile_by_kinds(chain, [(8, 8)] * chain.geometry.num_layers)
+    ids = some_tokens()[:1, :PROMPT]
+    cache = KVTunerCache.stored_by(profile, "decode", model.config)
+    # fmt: off
+    plain = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    found = model.generate(
+        ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, past_key_values=cache
+    )
+    # fmt: on
+    assert cache.get_seq_length() == PROMPT + 5
+    assert (found == plain).float().mean() > 0.9
+    beams = KVTunerCache.stored_by(profile, "decode", model.config)
+    model.generate(ids, max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0, past_key_values=beams)
+    beams.reset()
+    assert beams.stored_bytes == 0
+
+
+def test_a_profile_is_refused_by_a_model_with_other_kinds(make_model: Callable[..., Any]) -> None:
+    model = make_model("gemma3")
+    profile = profile_by_kinds(chain_of(model), [(4, 4)] * 2)
+    for changes, message in (
+        ({"layer_types": ["full_attention"] * 4}, "has num_layers 2, but this model has 4"),
+        ({"layer_types": [*FULL_FIRST] * 2}, "has full layers 1, 3, but this model has 0, 2;"),
+        ({"sliding_window": 16}, "layer 0 has kind window:24 in the profile of tiny, but window:16 in this model"),
+    ):
+        with pytest.raises(ProfileError, match=message):
+            KVTunerCache.from_profile(profile, make_model("gemma3", **changes).config, context_length=512)
+    with pytest.raises(ProfileError, match="has num_layers 2, but this model has 3"):
+        KVTunerCache.from_profile(profile, make_model("llama-gqa").config)
+
+
+def test_rows_are_not_read_in_place_beside_other_layers(make_model: Callable[..., Any]) -> None:
+    model = make_model("gpt-oss")
+    cache = KVTunerCache.stored_by(profile_by_kinds(chain_of(model), [(4, 4)] * 2), "decode", model.config)
+    with (
+        pytest.raises(ServingError, match="where all layers are full and have no attention sinks"),
+        cache.attending(model, in_place=True),
+    ):
+        pass
+
+
+def test_a_model_that_keeps_a_cache_of_its_own_class_is_refused(make_model: Callable[..., Any]) -> None:
+    model = make_model("minimax")
+    profile = profile_by_kinds(chain_of(model), [(4, 4)] * 2)
+    with pytest.raises(UnsupportedModelError, match="'minimax' takes no other cache than its own"):
+        KVTunerCache.from_profile(profile, model.config, allow_derived=True)

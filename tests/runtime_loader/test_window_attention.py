@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -239,7 +240,7 @@ def test_attending_gives_the_model_its_attention_back_whatever_happens(
         pass
 
 
-def test_attention_that_reads_more_than_keys_is_refused(profile_of: ProfileOf) -> None:
+def test_attention_sinks_take_part_in_every_chunk(profile_of: ProfileOf) -> None:
     torch.manual_seed(3)
     config = GraniteSWAConfig(
         vocab_size=97,
@@ -253,6 +254,15 @@ def test_attention_that_reads_more_than_keys_is_refused(profile_of: ProfileOf) -
         layer_types=["full_attention"] * 2,
     )
     model = GraniteSWAForCausalLM(config).eval()
-    cache = KVTunerCache.from_profile(profile_of(config, LAYERS, window=ExactWindow(5)), config, context_length=TOKENS)
-    with cache.attending(model), pytest.raises(UnsupportedModelError, match=r"GraniteSWAAttention.* attention sinks"):
-        model(prompt(1, 8), past_key_values=cache)
+    profile, tokens, found = profile_of(config, LAYERS, window=ExactWindow(5)), prompt(1, 16), []
+    for cuts in ((0, 8, 12, 16), (0, 8, *range(9, 17))):
+        cache = KVTunerCache.from_profile(profile, config, context_length=TOKENS)
+        with torch.no_grad(), cache.attending(model):
+            chunks = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)]
+        found.append(torch.cat(chunks, dim=1))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.fill_(-1e9)
+        without = model(tokens).logits
+    assert (found[0] - without).abs().max() > 0.01

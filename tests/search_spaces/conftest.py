@@ -34,7 +34,7 @@ def build_table(num_layers: int, score: Callable[[Candidate], CandidateScores], 
     return SensitivityTable(
         identity={"model": "synthetic"},
         geometry=shape,
-        constants=(LayerConstants(ones, ones, ones),) * num_layers,
+        constants=dict.fromkeys(range(num_layers), LayerConstants(ones, ones, ones)),
         scores={candidate: score(candidate) for candidate in candidates},
     )
 

@@ -57,6 +57,8 @@ class Simulated:
 
 
 class Table:
+    geometry = SimpleNamespace(ids=tuple(range(len(WINNER))))
+
     @staticmethod
     def constants_of(*_: object) -> object:
         return SimpleNamespace(kind="none")

@@ -217,7 +217,7 @@ def test_a_study_without_words_goes_on_as_the_same_study(
     with monkeypatch.context() as before:  # as a study of an earlier version is
         before.setattr(Worker, "describe", lambda self: None)
         before.setattr(optuna.Study, "set_metric_names", lambda self, names: None)
-        before.setattr("kvtuner.tuner.worker.layer_texts", lambda configuration: {})
+        before.setattr("kvtuner.tuner.worker.layer_texts", lambda configuration, ids: {})
         refine(space, limit, landscape, warm=[], num_trials=12, storage=storage)
     again = refine(space, limit, landscape, warm=[], num_trials=14, storage=storage)
     assert [trial.configuration for trial in again.trials[:12]] == [trial.configuration for trial in whole.trials]

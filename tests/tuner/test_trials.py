@@ -57,9 +57,9 @@ def test_a_group_whose_layers_have_other_transforms_is_named_by_its_pair(
     rotated = tuple(replace(choice, v_transform="hadamard") for choice in space.menus[1].choices)
     mixed = TrialReader(replace(space, menus=(space.menus[0], replace(space.menus[1], choices=rotated))))
     assert mixed.menus()["group_000"][0] == "K2V2"
-    assert layer_texts((space.menus[0].choices[0], rotated[0])) == {
+    assert layer_texts((space.menus[0].choices[0], rotated[0]), (0, 5)) == {
         "layer 0": "K2V2",
-        "layer 1": "K2V2, values hadamard",
+        "layer 5": "K2V2, values hadamard",
     }
 
 

@@ -117,7 +117,7 @@ def _demo_model() -> DoctorCheck:
     from kvtuner.exported_configs.identity.model_identity import DEMO
 
     loaded = load_model(ModelSource(DEMO, device="cpu"))
-    chain = DecoderChain(loaded.model, loaded.shape.geometry)
+    chain = DecoderChain(loaded.model, loaded.shape.cache)
     detail = f"demo model loads, {len(chain.layers)} layers seen through transformers"
     return DoctorCheck("attention hook", "ok", detail)
 

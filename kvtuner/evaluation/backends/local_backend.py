@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import DynamicCache
 
 from kvtuner.calibration.forward.read_plan import ReadPlan
-from kvtuner.errors import NonFiniteActivationError
+from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
 from kvtuner.evaluation.backends.base import Backend, HitCount, TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.supported_models import has_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +38,8 @@ class LocalBackend(Backend):
         self.name, self.dtype = scheme.name, loaded.dtype_name
         self._model, self._scheme, self._read_plan = loaded.model, scheme, read_plan
         self._text, self._context_length = TextTokenizer(loaded.tokenizer), loaded.shape.context_length
+        if has_states(self._model.config):
+            _refuse_forgetful(self._model)
         ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
         self._ends = set(ends if isinstance(ends, list) else [ends])
 
@@ -53,14 +57,14 @@ class LocalBackend(Backend):
         cache = self._cache()
         context = self._text.context(problem.context)
         self._step(context, cache, offset)
-        has_window = isinstance(cache, KVTunerCache) and cache.window.num_tokens > 0
+        is_kept = not _forgets(cache)
         answers: list[str | None] = []
         for question in problem.questions:
             ids = self._text.after(problem.context, question.text)
-            # A crop would leave the context without the copies that the question took the place of.
-            asked = copy.deepcopy(cache) if has_window else cache
+            # A crop would leave the context without the copies or states that the question took the place of.
+            asked = copy.deepcopy(cache) if is_kept else cache
             answers.append(self._continue(ids, asked, offset, question.max_tokens, question.is_answered))
-            if not has_window:
+            if not is_kept:
                 cache.crop(len(context) - cache.get_seq_length())
         return answers
 
@@ -134,6 +138,29 @@ class LocalBackend(Backend):
                 f"the model gives NaN or infinity where its cache is stored as {self.name}; run it in a wider dtype"
             )
         return logits
+
+
+@torch.no_grad()
+def _refuse_forgetful(model: Any) -> None:
+    """Refuse a model whose own code loses its states where a text is given in chunks, as contexts and questions are."""
+    device = next(iter(model.get_input_embeddings().parameters())).device
+    ids = torch.arange(2, 14, device=device).unsqueeze(0) % model.config.get_text_config(decoder=True).vocab_size
+    whole = model(ids, use_cache=False).logits[:, 6:]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :6], past_key_values=cache, use_cache=True)
+    chunk = model(ids[:, 6:], past_key_values=cache, use_cache=True).logits
+    if bool((chunk - whole).abs().max() > 0.1 * whole.abs().max()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives other predictions where a text is given in two chunks: transformers' own"
+            " code of it loses its state between chunks of several tokens; measure it by a search, or ask a server"
+        )
+
+
+def _forgets(cache: Any) -> bool:
+    """Whether a cache without its last tokens is as before they came: each layer keeps all tokens, and nothing else."""
+    if isinstance(cache, KVTunerCache) and cache.window.num_tokens > 0:
+        return False
+    return not any(getattr(layer, "is_sliding", False) or hasattr(layer, "conv_states") for layer in cache.layers)
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:

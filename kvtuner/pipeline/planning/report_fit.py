@@ -66,7 +66,7 @@ def gpu_fit(options: FitOptions, data: ReportData, file: Path) -> FittedMemory:
     quant = QuantizationOptions(k_layout=rows.k_layout, v_layout=rows.v_layout, window=profile.window)
     weights = served_weights(source, shape, plan_options.weights)
     sizes = planned_sizes(plan_options, shape, quant, weights)
-    schemes = (*sizes.sglang_rows(), sizes.pairs_row(PROFILE_SCHEME, profile.pairs))
+    schemes = (*sizes.sglang_rows(), sizes.pairs_row(PROFILE_SCHEME, profile.tuned_pairs))
     return FittedMemory(
         heading="tokens",
         contexts=(shape.context_length,),

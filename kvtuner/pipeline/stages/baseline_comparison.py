@@ -107,7 +107,7 @@ class BaselineComparison:
             if len(set(scheme.pairs)) == 1
             and not isinstance(scheme, Fp8Scheme)
             and self.outcome.fits(scheme)
-            and all(scheme.pairs[layer] == pair for layer, pair in self.run.kept.items())
+            and set(self.run.kept.values()) <= set(scheme.pairs)
         ]
 
     def _overridden(self) -> SearchOutcome:

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Final, cast
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable
 from kvtuner.errors import KVTunerError, ProfileError, RunFolderError
 from kvtuner.evaluation.cache_scheme import ProfileScheme
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, place_constants
+from kvtuner.exported_configs.profile.build import (
+    AskedBudget,
+    LayerQuantization,
+    build_profile,
+    of_whole_model,
+    place_constants,
+)
 from kvtuner.exported_configs.verdict import TRANSFORMED
+from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.pipeline.options import SCORES
 from kvtuner.pipeline.stages.search_output import chosen_layers
@@ -55,9 +62,8 @@ def best_uniform_scheme(resolved: ResolvedProfile) -> ProfileScheme:
     name = profile.quality.best_uniform.name
     pair, has_transforms = PrecisionPair.parse(name.removesuffix(TRANSFORMED)), name.endswith(TRANSFORMED)
     configuration = uniform(table, pair, score, profile.row_shape(), transforms=has_transforms)
-    found = _built_like(
-        profile, table, chosen_layers(table, configuration), asked=write_ranges([pair] * len(configuration))
-    )
+    asked = write_ranges([pair] * len(configuration), ids=table.geometry.ids)
+    found = _built_like(profile, table, chosen_layers(table, configuration), asked=asked)
     if found.digest == profile.digest:
         raise ProfileError(f"{file} is the best uniform in its budget itself, {name}")
     return ProfileScheme.of(name if has_transforms else f"{name}{WITHOUT_TRANSFORMS}", found)
@@ -74,7 +80,7 @@ def _checked_score(profile: Profile, table: SensitivityTable, file: str) -> Scor
     calibration = profile.provenance.calibration
     if calibration is None or calibration.token_ids_sha256.calibrate != table.identity.get("calibrate_tokens"):
         raise other
-    if profile.geometry.num_layers != table.geometry.num_layers or calibration.score not in SCORES:
+    if profile.tuned_geometry().ids != table.geometry.ids or calibration.score not in SCORES:
         raise other
     layers = [
         LayerQuantization(
@@ -83,7 +89,7 @@ def _checked_score(profile: Profile, table: SensitivityTable, file: str) -> Scor
             table.constants_of(layer, "k", profile.transform_name(layer, "k")),
             table.constants_of(layer, "v", profile.transform_name(layer, "v")),
         )
-        for layer, pair in enumerate(profile.pairs)
+        for layer, pair in zip(table.geometry.ids, profile.tuned_pairs, strict=True)
     ]
     try:
         again = _built_like(profile, table, layers, asked=profile.budget.asked)
@@ -99,8 +105,10 @@ def _built_like(
 ) -> Profile:
     """A profile of other layers with all else that a profile was searched with; nothing was measured of it."""
     rows, grids, budget = profile.row_shape(), profile.defaults.k, profile.budget
+    cache = profile.geometry.by_layer() if profile.geometry.is_by_layer else CacheGeometry.of(table.geometry)
+    geometry, layers = of_whole_model(cache, layers)
     built = build_profile(
-        geometry=table.geometry,
+        geometry=geometry,
         layers=layers,
         k_layout=rows.k_layout,
         v_layout=rows.v_layout,

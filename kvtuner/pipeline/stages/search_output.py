@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
 from kvtuner.evaluation.validation import uniform_pairs
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, of_whole_model
 from kvtuner.exported_configs.profile.records import (
     BaselineRecord,
     BudgetPoint,
@@ -60,10 +60,11 @@ LEAST_STEP: Final = 0.25
 def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality], *, command: str) -> Profile:
     """The profile of the winner; `command` is the search that makes it again, as it may be shared."""
     run, outcome = comparison.run, comparison.outcome
-    geometry, quant, loaded = run.shape.geometry, run.bench.options.quant, run.bench.loaded
+    quant, loaded = run.bench.options.quant, run.bench.loaded
+    geometry, layers = of_whole_model(run.bench.chain.cache, chosen_layers(run.table, outcome.configuration))
     profile = build_profile(
         geometry=geometry,
-        layers=chosen_layers(run.table, outcome.configuration),
+        layers=layers,
         k_layout=quant.k_layout,
         v_layout=quant.v_layout,
         symmetric=quant.symmetric,
@@ -78,7 +79,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
 
 
 def chosen_layers(table: SensitivityTable, configuration: Configuration) -> list[LayerQuantization]:
-    """The layers that a profile of a configuration is built from."""
+    """The tuned layers of a configuration, as a profile is built from them."""
     return [
         LayerQuantization(
             choice.pair.k_bits,
@@ -86,7 +87,7 @@ def chosen_layers(table: SensitivityTable, configuration: Configuration) -> list
             table.constants_of(layer, "k", choice.k_transform),
             table.constants_of(layer, "v", choice.v_transform),
         )
-        for layer, choice in enumerate(configuration)
+        for layer, choice in zip(table.geometry.ids, configuration, strict=True)
     ]
 
 
@@ -178,16 +179,16 @@ def make_report_data(
             asked=outcome.asked,
             mean_bits=float(profile.mean_bits),
             effective_bits=float(profile.effective_bits),
-            bytes_per_token=ranks.bytes_per_token(profile.pairs),
+            bytes_per_token=ranks.bytes_per_token(profile.tuned_pairs),
             bf16_bytes_per_token=ranks.bf16_bytes_per_token(),
             tp_size=run.options.tp_size,
             pp_size=run.options.pp_size,
             residual_length=profile.window.residual_length,
             sinks=profile.window.sinks,
-            window_bytes=ranks.window_bytes(profile.pairs, profile.window),
+            window_bytes=ranks.window_bytes(profile.tuned_pairs, profile.window),
             context_length=run.shape.context_length,
         ),
-        layers=layer_rows(outcome.configuration),
+        layers=layer_rows(outcome.configuration, run.shape.geometry.ids),
         quality=quality,
         sensitivity=sensitivity_rows(run.table),
         front=front_points(outcome.fronts, rows),

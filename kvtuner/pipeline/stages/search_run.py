@@ -145,7 +145,7 @@ class Phases:
         say(f"{name} ...")
         counter = self.bench.chain.count
         before, start = counter.layer_tokens, time.monotonic()
-        per_pass = self.bench.loaded.shape.geometry.num_layers * self.bench.corpus.splits["calibrate"].shape[1]
+        per_pass = len(self.bench.chain.layers) * self.bench.corpus.splits["calibrate"].shape[1]
 
         def passes_so_far() -> float:
             return (counter.layer_tokens - before) / per_pass

@@ -111,9 +111,9 @@ def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
 
 
 def _hand_written(options: SearchOptions, layers: str, shape: ModelShape, quant: QuantizationOptions) -> SearchTarget:
-    pairs = tuple(parse_ranges(layers, shape.geometry.num_layers))
+    pairs = tuple(parse_ranges(layers, shape.geometry.ids))
     check_measured(pairs, options.measurement, shape)
-    asked = write_ranges(pairs)
+    asked = write_ranges(pairs, ids=shape.geometry.ids)
     if len(asked) > MAX_TEXT:  # the limit of a profile's field; the layers themselves stand beside it
         asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
     serving_ranks(quant, shape, tp_size=options.tp_size, pp_size=options.pp_size)
@@ -128,7 +128,7 @@ def _hand_written(options: SearchOptions, layers: str, shape: ModelShape, quant:
 
 def _constraint(options: SearchOptions, shape: ModelShape, quant: QuantizationOptions, budget: Budget) -> Constraint:
     geometry, kept = shape.geometry, kept_pairs(options, shape)
-    check_layers(kept, geometry.num_layers)
+    check_layers(kept, geometry.ids)
     constraint = budget.constraint(
         geometry,
         quant.k_layout,
@@ -136,8 +136,9 @@ def _constraint(options: SearchOptions, shape: ModelShape, quant: QuantizationOp
         tp_size=options.tp_size,
         pp_size=options.pp_size,
         window=quant.window,
+        others=shape.cache,
     )
-    least = [kept.get(layer, SMALLEST_PAIR) for layer in range(geometry.num_layers)]
+    least = [kept.get(layer, SMALLEST_PAIR) for layer in geometry.ids]
     if not constraint.is_met(least):
         raise BudgetError(
             f"a budget must hold what --keep forces and {SMALLEST_PAIR} elsewhere, but {budget.text} does not hold"

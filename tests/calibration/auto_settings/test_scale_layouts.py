@@ -124,7 +124,7 @@ def test_each_kl_is_of_the_whole_model_with_one_side_in_one_layout(
         for bits in comparison.wide_kl:
             for kl, group, words in ((comparison.wide_kl[bits], 32, 32), (comparison.short_kl[bits], 16, 16)):
                 specs = {}
-                for layer, constant in enumerate(constants):
+                for layer, constant in constants.items():
                     if comparison.side == "k":
                         kind = TransformKind.parse("centered+balanced+hadamard")
                         transform = Transform(kind, constant.mu, constant.lam_centered)

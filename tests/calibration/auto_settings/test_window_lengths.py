@@ -98,7 +98,7 @@ def test_each_kl_is_of_the_whole_model_with_keys_and_values_at_one_width(
     for length, kls in found.kl.items():
         for bits, kl in zip(found.widths, kls, strict=True):
             specs = {}
-            for layer, constant in enumerate(constants):
+            for layer, constant in constants.items():
                 kind = TransformKind.parse("centered+balanced+hadamard")
                 key_transform = Transform(kind, constant.mu, constant.lam_centered)
                 keys = QuantSpec(bits, key_transform, 16, False, "least_squares", word_bits=16)

@@ -110,7 +110,7 @@ def test_the_twin_with_outlier_channels_is_the_same_function_and_breaks_plain_fo
         for transform in ("none", "centered+balanced+hadamard"):
             specs = {
                 layer: LayerSpec(QuantSpec(4, constant.transform("k", transform)), QuantSpec(4))
-                for layer, constant in enumerate(constants)
+                for layer, constant in constants.items()
             }
             kl[name, transform] = simulator.kl(specs)
     assert kl["twin", "none"] > 5 * kl["demo", "none"], kl
@@ -130,7 +130,7 @@ def test_the_host_agrees_with_the_tuners_simulation(
         LayerQuantization(
             k, v, constant.transform("k", names[layer % 4]), constant.transform("v", "none" if v == 16 else "hadamard")
         )
-        for layer, (constant, (k, v)) in enumerate(zip(constants, [(4, 2), (2, 4), (8, 16)] * 3, strict=True))
+        for layer, (constant, (k, v)) in enumerate(zip(constants.values(), [(4, 2), (2, 4), (8, 16)] * 3, strict=True))
     ]
     specs = {
         layer: LayerSpec(

@@ -99,16 +99,25 @@ def test_registering_again_changes_nothing() -> None:
         (SimpleNamespace(layer_idx=3, is_causal=False), {}, "layer 3 .* is not causal"),
         (None, {"is_causal": False}, "layer 3 .* is not causal"),
         (None, {"mask": torch.zeros(1, 1, 6, 6)}, "layer 3 .* builds its own attention mask"),
-        (None, {"s_aux": torch.zeros(4)}, "layer 3 .* has attention sinks"),
         (None, {"sinks": torch.zeros(4)}, "layer 3 .* has sinks"),
         (None, {"position_bias": torch.zeros(1)}, "layer 3 .* has position_bias"),
         (None, {"indices": torch.zeros(1)}, "layer 3 .* has indices"),
-        (None, {"sliding_window": 5}, "layer 3 .* has a window of 5, below the 6 tokens"),
     ],
 )
 def test_attention_that_the_hook_cannot_carry_is_refused_by_name(module, arguments, message) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         attention(module, **arguments)
+
+
+def test_a_window_and_attention_sinks_take_part_in_attention() -> None:
+    torch.manual_seed(0)
+    plain, windowed, beside_sinks = [], [], []
+    for arguments, found in (({}, plain), ({"sliding_window": 5}, windowed), ({"s_aux": torch.ones(4)}, beside_sinks)):
+        torch.manual_seed(1)
+        found.append(attention(**arguments)[0])
+    assert torch.allclose(windowed[0][:, :5], plain[0][:, :5], atol=1e-6)
+    assert not torch.allclose(windowed[0][:, 5], plain[0][:, 5], atol=1e-3)
+    assert (beside_sinks[0].abs().sum() < plain[0].abs().sum()).all()
 
 
 def test_a_window_as_long_as_the_sequence_is_no_window() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from tiny.layered_models import LAYERED
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -18,6 +19,7 @@ from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_geometry import CacheGeometry, LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +65,13 @@ STRANGERS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }
+
+
+REFUSED = {
+    "llama4": "Llama4ForCausalLM has no list of 4 decoder layers",
+    "zamba2": r"Zamba2ForCausalLM has no attention hook in every layer.*calls came from layers \[-1, -1\]",
+}
+"""Models whose layers are no chain for a reason of their own."""
 
 
 def exactly(layer_id: int, call: AttentionCall) -> Tensor:
@@ -294,30 +303,59 @@ def test_broken_weights_are_an_error_that_names_the_layer(
         chain_over(model)
 
 
-def test_attention_sinks_are_refused_by_name(chain_over: Callable[..., DecoderChain]) -> None:
-    config = transformers.GptOssConfig(
-        **WIDE,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        layer_types=["full_attention"] * 2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* has attention sinks"):
-        chain_over(transformers.GptOssForCausalLM(config))
-
-
-def test_a_window_shorter_than_a_sequence_is_refused_when_it_is_met(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
+@pytest.mark.parametrize("name", LAYERED)
+def test_models_whose_layers_differ_run_as_chains_unchanged(
+    name: str, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
-    chain = chain_over(make_model("mistral-no-window", sliding_window=16))
-    for tokens in (16, 17):
-        (batch,) = random_batches(1, tokens)
-        if tokens == 16:
-            chain.trace(batch.input_ids, batch.position_ids)
-            continue
-        with pytest.raises(UnsupportedModelError, match=r"layer 0 .* has a window of 16, below the 17 tokens"):
-            chain.trace(batch.input_ids, batch.position_ids)
+    """Sequences are longer than the windows; with eager attention transformers has caps and sinks of its own."""
+    eager = make_model(name)
+    eager.set_attn_implementation("eager")
+    if name in REFUSED:
+        with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+            chain_over(copy.deepcopy(eager))
+        return
+    chain = chain_over(copy.deepcopy(eager))
+    (batch,) = random_batches(2, 41, batch_size=2)
+    with torch.no_grad():
+        expected = eager(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        short = eager(batch.input_ids[:, 20:], position_ids=batch.position_ids[:, 20:], use_cache=False).logits
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    assert expected.std() > 0.02
+    torch.testing.assert_close(chain.logits(trace.final), expected.float(), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(short[:, -1], expected[:, -1], atol=1e-3), "tokens before the window change nothing"
+    start = chain.geometry.ids[-1]
+    assert torch.equal(chain.run(trace.residual[start], trace.calls, exactly, start=start), trace.final)
+    kinds = [layer.kind.name for layer in chain.cache.layers]
+    assert [kinds[layer] for layer in chain.geometry.ids] == ["full"] * chain.geometry.num_layers
+    assert chain.has_states == any(kind == "none" for kind in kinds) or name == "falcon-h1"
+
+
+def test_heads_of_windows_are_those_that_attention_has(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+) -> None:
+    """MiMo's layers with windows have twice the KV heads that its configuration says."""
+    chain = chain_over(make_model("mimo-v2"))
+    assert [(str(layer.kind), layer.num_kv_heads) for layer in chain.cache.layers[:2]] == [
+        ("window:24", 4),
+        ("full", 2),
+    ]
+
+
+def test_a_window_that_the_configuration_says_and_attention_lacks_is_refused(make_model: Callable[..., Any]) -> None:
+    model = make_model("llama-gqa")
+    model.set_attn_implementation(register_hook())
+    layers = list(CacheGeometry.of(ModelGeometry.from_config(model.config)).layers)
+    layers[1] = replace(layers[1], kind=LayerKind("window", 8))
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 has kind window:8 by its configuration, but .* none"):
+        DecoderChain(model, CacheGeometry(tuple(layers)))
+
+
+def test_code_of_a_model_that_breaks_on_the_probe_is_an_error_in_one_line(make_model: Callable[..., Any]) -> None:
+    model = make_model("llama-gqa")
+    model.set_attn_implementation(register_hook())
+    model.model.norm.weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be run layer by layer: RuntimeError: "):
+        DecoderChain(model, ModelGeometry.from_config(model.config))
 
 
 def test_attention_outside_a_hooked_block_is_exact(

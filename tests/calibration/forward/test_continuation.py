@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration import isolated_kl
-from kvtuner.calibration.forward import simulator
-from kvtuner.calibration.forward.continuation import NO_PROMPT, prompt_bytes, run_prompt
+from kvtuner.calibration.forward import continuation, simulator
+from kvtuner.calibration.forward.continuation import NO_PROMPT, PROMPT_BYTES, prompt_bytes, run_prompt
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import measure_isolated
@@ -110,6 +110,28 @@ def test_a_model_that_runs_otherwise_after_a_prompt_runs_whole(
     prompt, trace = run_prompt(chain, batch, SPLIT)
     assert prompt is NO_PROMPT
     assert torch.equal(trace.final, chain.trace(batch.input_ids, batch.position_ids).final)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mimo-v2", "qwen3.5", "lfm2", "granite4", "falcon-h1"])
+def test_prompts_of_models_whose_layers_differ_give_the_same_numbers_kept_or_not(
+    name: str, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A state depends on all tokens before, so that prompts are run again wherever a layer has one."""
+    chain, plan = chain_over(make_model(name)), ReadPlan("decode", 30)
+    specs = dict.fromkeys(chain.geometry.ids, LayerSpec(QuantSpec(2), QuantSpec(2)))
+    batches = random_batches(2, 41)
+    found = Simulator(chain, batches, plan)
+    kept = [item.prompt.num_tokens for item in found.prepared]
+    assert kept == ([0, 0] if chain.has_states else [30, 30])
+    scores = found.measure(specs)
+    monkeypatch.setattr(continuation, "prompt_bytes", lambda *_: PROMPT_BYTES + 1)
+    whole = Simulator(chain, batches, plan)
+    assert [item.prompt.num_tokens for item in whole.prepared] == [0, 0]
+    expected = whole.measure(specs)
+    assert expected.kl.mean() > 1e-4
+    # A code at the edge of two may be another after sums in another order; states give the same bits.
+    torch.testing.assert_close(scores.kl.mean(), expected.kl.mean(), rtol=0.0 if chain.has_states else 0.05, atol=0.0)
 
 
 def test_a_deep_model_in_bfloat16_is_measured_with_its_prompts_or_whole(

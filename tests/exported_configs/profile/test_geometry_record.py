@@ -14,7 +14,13 @@ import pytest
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats import FORMATS
 from kvtuner.exported_configs.formats.conversion import write
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
+from kvtuner.exported_configs.profile.build import (
+    AskedBudget,
+    LayerQuantization,
+    build_profile,
+    dump_profile,
+    of_whole_model,
+)
 from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
@@ -162,11 +168,49 @@ def test_whoever_takes_layers_alike_only_refuses_the_first_other_one_by_name(nam
     profile = vector(name)
     first = {"gaps": "0 has kind none", "windows": "0 has kind window:128"}
     first |= {"two-geometries": "0 has kind window:1024", "latents": "0 has kind latent"}
-    callers = [profile.to_geometry, profile.row_shape, lambda: profile.check_model(object())]  # type: ignore[arg-type]  # refused before it is read
+    callers = [profile.to_geometry, lambda: profile.check_model(object())]  # type: ignore[arg-type]  # refused before it is read
     callers += [lambda name=name: write(profile, name) for name in FORMATS]
     for call in callers:
         with pytest.raises(ProfileError, match=f"^layer {first[name]}, and only models whose layers"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gaps", (3, 7, 11)), ("windows", (1, 3)), ("two-geometries", (3,)), ("latents", None)]
+)
+def test_full_layers_among_others_are_those_that_rows_are_stored_of(name: str, layers: tuple[int, ...] | None) -> None:
+    profile = vector(name)
+    if layers is None:
+        with pytest.raises(ProfileError, match=r"^no layer reads all tokens: their kinds are latent"):
+            profile.tuned_geometry()
+        return
+    assert profile.tuned_geometry().ids == layers
+    assert len(profile.tuned_pairs) == len(layers)
+    assert list(profile.geometry.growing()) == list(layers)
+    if name == "gaps":
+        assert profile.row_shape().num_kv_heads == 2
+        return
+    with pytest.raises(ProfileError, match=r"^layers\[0\] stores K\dV\d and does not read all tokens.*give it 16 bits"):
+        profile.row_shape()
+
+
+def test_a_window_takes_bytes_of_its_tokens_alone() -> None:
+    full, local = (LayerGeometry(LayerKind.parse(kind), 4, 2, 32, 16) for kind in ("full", "window:64"))
+    native = 2 * 2 * (32 + 16)
+    geometry = CacheGeometry((local, full, LayerGeometry(LayerKind("none")), local))
+    assert geometry.window_bytes(1000) == 2 * 64 * native
+    assert geometry.window_bytes(10) == 2 * 10 * native
+    assert geometry.window_bytes(1000, tp_size=2) == 64 * native
+    tuned = geometry.tuned()
+    assert (tuned.ids, tuned.num_layers, tuned.head_dim, tuned.v_head_dim) == ((1,), 1, 32, 16)
+    whole, layers = of_whole_model(geometry, [LayerQuantization(4, 2)])
+    profile = built(whole, layers=layers)
+    assert [str(pair) for pair in profile.pairs] == ["K16V16", "K4V2", "K16V16"]
+    assert profile.bytes_per_token() == tuned.row_shape().pair_bytes(PrecisionPair(4, 2))
+    assert (profile.mean_bits, profile.bf16_bytes_per_token()) == (Fraction(4 * 32 + 2 * 16, 48), native)
+    # Where every layer has a window, all of them are counted.
+    only = built(CacheGeometry((local,)), layers=[LayerQuantization(16, 16)])
+    assert only.bytes_per_token() == native
 
 
 def test_groups_of_a_layer_are_stored_and_refused_where_one_group_is_needed() -> None:

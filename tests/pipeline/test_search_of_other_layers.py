@@ -1,0 +1,113 @@
+"""Searches, shows and evaluations of models whose layers differ, from a checkpoint on disk to the loaded cache."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fixture_types import ModelFolder, RunCommand
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
+TRIALS = ("--trials", "4")
+KINDS = {
+    "gemma2": "window:24 full", "gemma3": "window:24 full", "gpt-oss": "window:24 full", "cohere2": "window:24 full",
+    "olmo3": "window:24 full", "mimo-v2": "window:24 full", "gemma4": "window:24 full", "qwen3-next": "none full",
+    "qwen3.5": "none full", "lfm2": "none full", "granite4": "none full", "nemotron-h": "none full",
+    "falcon-h1": "full",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_profile(
+    name: str, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+) -> None:
+    folder, out = model_folder(name), tmp_path / "run"
+
+    def facts(*args: Any) -> Any:
+        status, stdout, stderr = run(*args, "--json")
+        assert status == 0, stderr
+        return json.loads(stdout)
+
+    search = ("search", "--model", folder, "--data", corpus_file, *SMALL, *TRIALS, "--out", out, "--budget", "4bit")
+    plan = facts(*search, "--dry-run")
+    result = facts(*search)
+    profile = load_profile(out / "profile.json")
+    layers = profile.geometry.by_layer().layers if profile.geometry.is_by_layer else ()
+    assert " ".join(dict.fromkeys(str(layer.kind) for layer in layers)) in (KINDS[name], "")
+    assert profile.tuned_geometry().as_dict() == plan["geometry"]
+    assert result["budget"]["bytes_per_token"] == profile.bytes_per_token()
+    assert profile.mean_bits <= 4
+    table = json.loads((out / "sensitivity.json").read_text())["payload"]
+    assert {row["layer"] for row in table["scores"]} == set(profile.tuned_geometry().ids)
+    status, text, error = run("show", out / "profile.json")
+    assert status == 0, error
+    for kind in KINDS[name].split() if profile.geometry.is_by_layer else ():
+        assert f"kind {kind}" in text
+    assert facts("validate", out / "profile.json", "--model", folder)[0]["valid"]
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cache = KVTunerCache.from_profile(profile, model.config)
+    ids = torch.arange(2, 50).unsqueeze(0)
+    with torch.no_grad(), cache.attending(model):
+        model(ids, past_key_values=cache)
+        packed = model(ids[:, :1], past_key_values=cache).logits
+    own = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=own)
+        exact = model(ids[:, :1], past_key_values=own).logits
+    assert 0 < (packed - exact).abs().max() < 0.5 * exact.std()
+    assert cache.stored_bytes == 49 * profile.bytes_per_token()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_an_evaluation_asks_the_loaded_model_beside_other_schemes(
+    name: str, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+) -> None:
+    folder, out = model_folder(name), tmp_path / "run"
+    measured = ("--model", folder, "--data", corpus_file)
+    assert run("search", *measured, *SMALL, *TRIALS, "--out", out, "--budget", "4bit", "--no-report")[0] == 0
+    lengths = ("--lengths", "128", "--problems", "2", "--questions", "2", "--sequences", "2,2,2")
+    asked = ("--levels", "likelihood,recall", "--all-questions", "--sequence-length", "64", *lengths, "--json")
+    status, text, error = run("eval", out / "profile.json", *measured, *asked)
+    assert status == 0, error
+    cells = json.loads(text)["cells"]
+    assert {cell["level"] for cell in cells} == {"likelihood", "recall"}
+    for cell in cells:
+        assert {"profile", "fp8"} <= {result["subject"] for result in cell["results"]}
+
+
+def test_layers_are_given_by_their_ids(
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+) -> None:
+    search = ("search", "--model", model_folder("gemma3"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run")
+    status, _, error = run(*search, "--layers", "0-3:K4V4")
+    assert status != 0 and "layers 1, 3 that are tuned" in error and "layer 0 cannot be given" in error
+    status, _, error = run(*search, "--budget", "4bit", "--pp-size", "2")
+    assert status != 0 and "only some are tuned here; use pp_size 1" in error
+    assert run(*search, "--layers", "1:K8V4,3:K4V4", "--no-report")[0] == 0
+    profile = load_profile(tmp_path / "run" / "profile.json")
+    assert [str(pair) for pair in profile.pairs] == ["K16V16", "K8V4", "K16V16", "K4V4"]
+
+
+def test_memory_for_requests_holds_their_windows(
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Two windows of 24 tokens take 2 * 24 * 128 bytes of a request, beside the rows of two layers."""
+    search = ("search", "--model", model_folder("gemma3"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run")
+    exact = ("--residual-length", "0", "--dry-run", "--json")
+    smallest = json.loads(run(*search, *exact, "--budget", "1MiB@1x128")[1])["budgets"][0]["smallest"]
+    assert smallest.endswith("MiB@1x128")
+    rows = 2 * 2 * 16 * 128  # two layers, keys and values, rows of 2 bits
+    assert float(smallest.removesuffix("MiB@1x128")) * 2**20 == pytest.approx(rows + 2 * 24 * 128, rel=0.02)

@@ -1,0 +1,107 @@
+"""What each layer caches, by the configurations of real models and of custom code, and what is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+
+from kvtuner.errors import GeometryError, UnsupportedModelError
+from kvtuner.geometry import ModelGeometry
+from kvtuner.supported_models import has_states, read_cache_geometry
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+
+
+def config_of(prefix: str, **fields: Any) -> Any:
+    return getattr(transformers, f"{prefix}Config")(**fields)
+
+
+def remote(**fields: Any) -> Any:
+    """What custom code on the hub may bring: only the fields that it likes."""
+    text = SimpleNamespace(**HEADS, **fields)
+    return SimpleNamespace(get_text_config=lambda decoder: text)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields", "kinds", "tuned"),
+    [
+        ("Llama", {}, {"full": 32}, (32, 32, 32, 128, 128)),
+        ("Gemma3Text", {}, {"window:4096": 22, "full": 4}, (4, 8, 4, 256, 256)),
+        ("GptOss", {}, {"window:128": 18, "full": 18}, (18, 64, 8, 64, 64)),
+        ("Gemma4Text", {}, {"window:512": 25, "full": 5}, (5, 8, 4, 512, 512)),
+        ("Llama4Text", {}, {"window:8192": 36, "full": 12}, (12, 40, 8, 128, 128)),
+        ("Qwen3Next", {}, {"none": 36, "full": 12}, (12, 16, 2, 256, 256)),
+        ("Jamba", {}, {"none": 28, "full": 4}, (4, 32, 8, 128, 128)),
+        ("MiMoV2Flash", {}, {"full": 9, "window:128": 39}, (9, 64, 4, 192, 128)),
+        ("NemotronH", {"layers_block_type": ["mamba", "attention", "moe"]}, {"none": 2, "full": 1}, None),
+        ("FalconH1", {}, {"full": 32}, None),
+    ],
+)
+def test_layers_of_real_models_have_their_kinds(
+    prefix: str, fields: dict[str, Any], kinds: dict[str, int], tuned: tuple[int, ...] | None
+) -> None:
+    geometry = read_cache_geometry(config_of(prefix, **fields))
+    found = [str(layer.kind) for layer in geometry.layers]
+    assert {kind: found.count(kind) for kind in dict.fromkeys(found)} == kinds
+    full = geometry.tuned()
+    assert full.ids == tuple(layer_id for layer_id, kind in enumerate(found) if kind == "full")
+    assert tuned in (None, tuple(full.counts().values())[:5])
+
+
+def test_heads_of_windows_may_be_others() -> None:
+    layers = read_cache_geometry(config_of("Gemma4Text")).layers
+    assert [(layer.num_kv_heads, layer.head_dim) for layer in layers[4:6]] == [(4, 256), (4, 512)]
+    own = remote(
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=8, max_position_embeddings=64, num_hidden_layers=2, swa_head_dim=32,
+    )  # fmt: skip
+    assert [layer.head_dim for layer in read_cache_geometry(own).layers] == [16, 32]
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    config = config_of("Gemma3Text", max_position_embeddings=8192)
+    assert read_cache_geometry(config, context_length=4097).tuned().num_layers == 4
+    whole = read_cache_geometry(config, context_length=4096)
+    assert whole.tuned() == ModelGeometry.from_config(config) and whole.tuned().layer_ids is None
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "named"),
+    [
+        (config_of("DeepseekV3"), UnsupportedModelError, r"'deepseek_v3' has multi-head latent attention \(MLA\)"),
+        (config_of("T5"), UnsupportedModelError, "'t5' has an encoder"),
+        (config_of("Mamba"), UnsupportedModelError, "'mamba' has no layer with a KV cache"),
+        (config_of("Gemma3nText"), UnsupportedModelError, "layers that read another layer's keys"),
+        (config_of("Qwen4ExpText"), UnsupportedModelError, "has indexed_attention in layer 3, which reads its tokens"),
+        (
+            config_of("Mistral", sliding_window=4096, max_position_embeddings=8192),
+            UnsupportedModelError,
+            "'mistral' has sliding_attention in all layers that have keys: a window of 4096 tokens, shorter than the"
+            " context of 8192; search with --context-length 4096",
+        ),
+        (remote(layer_types=["full_attention", "what"]), UnsupportedModelError, "has what in layer 1"),
+        (remote(layer_types=["full_attention", "sliding_attention"]), UnsupportedModelError, "sliding_attention in l"),
+        (
+            config_of("Laguna", num_hidden_layers=2, num_attention_heads_per_layer=[48, 64]),
+            GeometryError,
+            "num_attention_heads_per_layer differs from layer to layer",
+        ),
+        (
+            remote(layer_types=["full_attention", "full_attention", "conv"], head_dim=[16, 32, 16]),
+            GeometryError,
+            "layer 1 has other heads or channels than layer 0",
+        ),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_by_name(config: Any, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        read_cache_geometry(config)
+
+
+def test_states_beside_keys_are_told() -> None:
+    states = [has_states(config_of(name)) for name in ("Llama", "Gemma3Text", "Qwen3Next", "FalconH1")]
+    assert states == [False, False, True, True]
+    assert has_states(remote(layer_types=["conv", "full_attention"]))
