@@ -69,7 +69,7 @@ def main() -> None:
     }
     show(results)
     if args.serve:
-        import hicache_serving
+        from serving_parts import hicache_serving
 
         results["time_to_first_token"] = hicache_serving.first_tokens(args.repeats)
         hicache_serving.show(results["time_to_first_token"])

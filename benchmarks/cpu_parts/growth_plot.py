@@ -22,10 +22,15 @@ OWN: Final = "avx512 K4V4"
 """The line in the colour of a report's own scheme."""
 
 
-def growth_picture(lines: Mapping[str, Line], title: str) -> str:
-    """The file of a picture: milliseconds by tokens, both logarithmic, a line for each implementation.
+def growth_picture(
+    lines: Mapping[str, Line],
+    title: str,
+    sizes_title: str = "tokens of a request, log scale",
+    times_title: str = "processor ms of a step, log scale",
+) -> str:
+    """The file of a picture: milliseconds by tokens or requests, both logarithmic, a line for each implementation.
 
-    `lines` has the tokens of steps, ascending, with their milliseconds of processor time.
+    `lines` has the sizes of steps, ascending, with their milliseconds of processor time.
     """
     room = max(map(len, lines)) * CHARACTER + 24
     sizes = sorted({size for line in lines.values() for size, _ in line})
@@ -35,7 +40,7 @@ def growth_picture(lines: Mapping[str, Line], title: str) -> str:
     described = "; ".join(f"{name} {', '.join(f'{number(ms)} at {count(size)}' for size, ms in line)}"
                           for name, line in lines.items())  # fmt: skip
     drawing = Drawing(WIDTH, f"{title}: {described}")
-    frame = Frame(x, y, "tokens of a request, log scale", "processor ms of a step, log scale", tuple(sizes))
+    frame = Frame(x, y, sizes_title, times_title, tuple(sizes))
     frame.draw(drawing)
     ends = []
     for index, (name, line) in enumerate(lines.items()):

@@ -1,0 +1,1 @@
+"""The parts of engine.py and of hicache.py that serve models."""

@@ -1,0 +1,104 @@
+"""What a step of the engine costs by context, by hits and by requests, and how much of it is not the model's."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.runtime_loader.engine.generation import SamplingParameters
+from serving_parts.subject import OWN, PACKED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.runtime_loader.engine.local_engine import LocalEngine
+    from serving_parts.subject import Subject
+
+    Table = dict[str, dict[str, float]]
+
+STEPS = 30
+LONG_PROMPT = 2048
+SHORT_PROMPT = 64
+
+
+def decoding_after(subject: Subject, contexts: Sequence[int], rounds: int) -> Table:
+    """Processor ms of a decoding step of 4 requests after so many tokens, by either cache, in turns."""
+    table: Table = {}
+    for length in contexts:
+        times: dict[str, list[float]] = {OWN: [], PACKED: []}
+        for _ in range(rounds):
+            for name, profile in ((OWN, None), (PACKED, subject.profile)):
+                with subject.engine(profile, 4, prefix_cache_tokens=0, chunk_tokens=2048) as engine:
+                    start_decoding(engine, 4, length)
+                    times[name] += [step[0] for step in timed_steps(engine)]
+        table[f"{length:,} tokens"] = {name: statistics.median(each) for name, each in times.items()}
+    return table
+
+
+def hit_first_tokens(subject: Subject, rounds: int) -> Table:
+    """Ms to the first token of a long prompt of which a share is in the prefix cache."""
+    rng, table = random.Random(0), {}
+    for share in (0.0, 0.25, 0.5, 0.75, 0.97):
+        times: dict[str, list[float]] = {OWN: [], PACKED: []}
+        for _ in range(rounds):
+            prompt = [rng.randrange(2, 500) for _ in range(LONG_PROMPT)]
+            for name, profile in ((OWN, None), (PACKED, subject.profile)):
+                with subject.engine(profile, 4, chunk_tokens=512) as engine:
+                    one = SamplingParameters(max_tokens=1)
+                    if share:
+                        engine.generate([prompt[: round(share * LONG_PROMPT)]], one)
+                    start = time.process_time()
+                    engine.generate([prompt], one)
+                    times[name].append(1e3 * (time.process_time() - start))
+        table[f"{100 * share:.0f}%"] = {name: statistics.median(each) for name, each in times.items()}
+    return table
+
+
+def own_cost(subject: Subject, counts: Sequence[int]) -> Table:
+    """Processor ms of a decoding step of so many requests, and of that outside of the model's forward."""
+    table: Table = {}
+    for count in counts:
+        with subject.engine(None, count, prefix_cache_tokens=0, chunk_tokens=4096) as engine:
+            start_decoding(engine, count, SHORT_PROMPT)
+            steps = timed_steps(engine)
+        step, outside = (statistics.median(each) for each in zip(*steps, strict=True))
+        table[str(count)] = {"step": step, "outside of the model": outside, "share %": 100 * outside / step}
+    return table
+
+
+def start_decoding(engine: LocalEngine, count: int, length: int) -> None:
+    """Let so many requests come to where each has one token in a step."""
+    rng = random.Random(0)
+    ids = [
+        engine.submit(
+            [rng.randrange(2, 500) for _ in range(length)],
+            SamplingParameters(max_tokens=2 * STEPS + 40, ignore_eos=True),
+        )
+        for _ in range(count)
+    ]
+    generations = [engine.generation(each) for each in ids]
+    while not all(generation.decodes for generation in generations):
+        engine.step()
+
+
+def timed_steps(engine: LocalEngine) -> list[tuple[float, float]]:
+    """The processor ms of some steps, and of what is not the forward of the model."""
+    runner: Any = engine._runner
+    run, steps, inside = runner.run, [], [0.0]
+
+    def timed(step: Any) -> Any:
+        start = time.process_time()
+        logits = run(step)
+        inside[0] = time.process_time() - start
+        return logits
+
+    runner.run = timed
+    for _ in range(STEPS):
+        start = time.process_time()
+        engine.step()
+        whole = time.process_time() - start
+        steps.append((1e3 * whole, 1e3 * (whole - inside[0])))
+    runner.run = run
+    return steps
