@@ -156,7 +156,7 @@ def read_shape(source: ModelSource) -> ModelShape:
     config = read_config(source)
     text = config.get_text_config(decoder=True)
     refuse_other_models(config)
-    _refuse_no_decoder(config, source)
+    auto_class_of(config, source.model)
     cache = read_cache_geometry(config, context_length=source.context_length)
     geometry = cache.tuned()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
@@ -175,15 +175,24 @@ def read_shape(source: ModelSource) -> ModelShape:
     return ModelShape(config, geometry, context_length, cache)
 
 
-def _refuse_no_decoder(config: PretrainedConfig, source: ModelSource) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def auto_class_of(config: PretrainedConfig, name: str) -> Any:
+    """The class by which transformers loads a model's decoder, alone or with what reads images beside it.
+
+    Raises:
+        UnsupportedModelError: There is none; the name is what the user calls the model.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
 
     own = getattr(config, "auto_map", None) or {}
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in own:
-        raise UnsupportedModelError(
-            f"{source.model} is a {config.model_type!r}, which transformers does not load as a decoder of text alone:"
-            " models that read images or sound, and encoders, are not supported"
-        )
+    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in own:
+        return AutoModelForCausalLM
+    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    raise UnsupportedModelError(
+        f"{name} is a {config.model_type!r}, which transformers does not load as a decoder of text, alone or beside"
+        " what reads images: models of sound alone, and encoders, are not supported"
+    )
 
 
 def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedModel:
@@ -198,7 +207,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     shape = shape or read_shape(source)
     tokenizer = load_tokenizer(source)
     with _quiet_transformers():
-        model = _load_weights(source, is_quantized=getattr(shape.config, "quantization_config", None) is not None)
+        model = _load_weights(source, shape.config)
         model.eval().requires_grad_(False)
         name = type(model).__name__
         if model._can_set_attn_implementation():
@@ -233,10 +242,10 @@ def _from_pretrained(kind: Any, source: ModelSource) -> Any:
             raise _unknown(source, error) from error
 
 
-def _load_weights(source: ModelSource, *, is_quantized: bool) -> PreTrainedModel:
+def _load_weights(source: ModelSource, config: PretrainedConfig) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
 
+    is_quantized = getattr(config, "quantization_config", None) is not None
     placement, dtype = _placement(source.device), _dtype(source, torch.cuda.is_available())
     device_map = _device_map(placement)
     if is_quantized and device_map is None and placement != "cpu":
@@ -245,7 +254,7 @@ def _load_weights(source: ModelSource, *, is_quantized: bool) -> PreTrainedModel
             " pip install accelerate"
         )
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class_of(config, source.model).from_pretrained(
             source.path,
             revision=source.revision,
             trust_remote_code=source.trust_remote_code,

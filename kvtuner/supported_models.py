@@ -58,7 +58,7 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
         raise UnsupportedModelError(_refusal(name, "attention sinks"))
     longest = longest_context(text, context_length)
     for layer_id, kind in enumerate(layer_kinds(text)):
-        window = getattr(text, _WINDOWS.get(kind, ""), None)
+        window = _window(text, layer_id, kind)
         if kind in _ATTENTION or (window and longest and window >= longest):
             continue
         if window:
@@ -154,14 +154,19 @@ def _kind(text: Any, name: str, layer_id: int, layer_type: str, longest: int | N
         return LayerKind()
     if layer_type in _STATES:
         return LayerKind("none")
-    own = getattr(text, "per_layer_config", None) if getattr(text, "is_heterogeneous", False) else None
-    window = getattr(text if own is None else own[layer_id], _WINDOWS.get(layer_type, ""), None)
+    window = _window(text, layer_id, layer_type)
     if isinstance(window, int) and window > 0:
         return LayerKind() if longest and window >= longest else LayerKind("window", window)
     raise UnsupportedModelError(
         f"{name!r} has {layer_type} in layer {layer_id}, which reads its tokens otherwise than attention does: run it"
         " with its own cache"
     )
+
+
+def _window(text: Any, layer_id: int, layer_type: str) -> Any:
+    """The window that a layer of such a type has, None without one; some configurations have one for each layer."""
+    own = getattr(text, "per_layer_config", None) if getattr(text, "is_heterogeneous", False) else None
+    return getattr(text if own is None else own[layer_id], _WINDOWS.get(layer_type, ""), None)
 
 
 def _layer(text: Any, layer_id: int, kind: LayerKind) -> LayerGeometry:

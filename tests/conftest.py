@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hub_server import LoopbackHub
 from hypothesis import settings
-from tiny.layered_models import LAYERED, TEXT_CLASSES
+from tiny.layered_models import LAYERED, MULTIMODAL, TEXT_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -164,11 +164,17 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    prefix, own = FAMILIES.get(name) or LAYERED.get(name, (name, {}))
-    config_class = getattr(transformers, f"{TEXT_CLASSES.get(prefix, prefix)}Config")
-    config = config_class(**{**COMMON, **own, **changes})
+    if name in MULTIMODAL:
+        prefix, text, vision = MULTIMODAL[name]
+        parts = {"text_config": {**COMMON, **text, **changes}, "vision_config": vision, "tie_word_embeddings": False}
+        parts["text_config"].pop("pad_token_id")
+        config, model_class = getattr(transformers, f"{prefix}Config")(**parts), f"{prefix}ForConditionalGeneration"
+    else:
+        prefix, own = FAMILIES.get(name) or LAYERED.get(name, (name, {}))
+        config_class = getattr(transformers, f"{TEXT_CLASSES.get(prefix, prefix)}Config")
+        config, model_class = config_class(**{**COMMON, **own, **changes}), f"{prefix}ForCausalLM"
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "norm.weight", "layernorm.weight")):

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from kvtuner.errors import GeometryError, UnsupportedModelError
+from kvtuner.errors import GeometryError, KVTunerError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.supported_models import has_states, read_cache_geometry
+from kvtuner.supported_models import has_states, read_cache_geometry, refuse_other_caches
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
 
@@ -105,3 +106,23 @@ def test_states_beside_keys_are_told() -> None:
     states = [has_states(config_of(name)) for name in ("Llama", "Gemma3Text", "Qwen3Next", "FalconH1")]
     assert states == [False, False, True, True]
     assert has_states(remote(layer_types=["conv", "full_attention"]))
+
+
+@pytest.mark.slow  # imports the configurations of all models
+def test_no_configuration_that_transformers_makes_is_anything_but_read_or_refused() -> None:
+    """Six hundred kinds, those of encoders, images and sound too; a few cannot be made without parts."""
+    read = refused = 0
+    for name in CONFIG_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[name]()
+        except Exception:  # one that needs the configurations of its parts
+            continue
+        for check in (read_cache_geometry, refuse_other_caches, has_states):
+            try:
+                check(config)
+            except KVTunerError as error:
+                assert "\n" not in str(error)
+                refused += 1
+            else:
+                read += 1
+    assert read > 1000 and refused > 300

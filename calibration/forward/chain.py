@@ -97,8 +97,7 @@ class DecoderChain:
         """Whether tokens depend on earlier ones by more than their keys and values."""
         self.name = type(model).__name__
         self.count = ForwardCount()
-        self.decoder: nn.Module = model.get_decoder()
-        self.layers = self._find_layers()
+        self.decoder, self.layers = self._find_layers()
         head = model.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
@@ -117,11 +116,13 @@ class DecoderChain:
         """The device that token ids must be on."""
         return next(iter(self.model.get_input_embeddings().parameters())).device
 
-    def _find_layers(self) -> list[nn.Module]:
+    def _find_layers(self) -> tuple[nn.Module, list[nn.Module]]:
+        """The decoder and its layers: the outermost module that has a list of so many."""
         wanted = len(self.cache.layers)
-        for module in self.decoder.children():
-            if isinstance(module, nn.ModuleList) and len(module) == wanted:
-                return list(module)
+        for module in self.model.get_decoder().modules():
+            for child in module.children():
+                if isinstance(child, nn.ModuleList) and len(child) == wanted:
+                    return module, list(child)
         raise UnsupportedModelError(f"{self.name} has no list of {wanted} decoder layers")
 
     @torch.no_grad()

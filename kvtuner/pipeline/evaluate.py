@@ -240,8 +240,9 @@ def _local_backend(loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlan
         say(f"{scheme.name} answers by a transformers cache: the model lies on several devices")
         return LocalBackend(loaded, scheme, read_plan)
     is_full = loaded.shape.geometry.layer_ids is None and not has_states(loaded.shape.config)
-    if not is_full or has_sinks(loaded.model):
-        say(f"{scheme.name} answers by a transformers cache: the engine takes full layers without attention sinks")
+    is_text = loaded.shape.config.get_text_config(decoder=True) is loaded.shape.config
+    if not is_full or not is_text or has_sinks(loaded.model):
+        say(f"{scheme.name} answers by a transformers cache: the engine takes full layers of models of text, no sinks")
         return LocalBackend(loaded, scheme, read_plan)
     return EngineBackend(loaded, scheme, read_plan)
 

@@ -295,7 +295,7 @@ def test_a_context_that_the_model_lacks_is_refused(length: int, message: str, mo
         ),
         ("Qwen3Next", DECODER, "no layer with a KV cache"),
         ("Mamba", {}, "no layer with a KV cache"),
-        ("Qwen2VL", {}, "is a 'qwen2_vl'"),
+        ("Whisper", {}, "encoder-decoder"),
         ("EfficientNet", {}, "is a 'efficientnet'"),
         ("T5", {"num_layers": 2}, "encoder-decoder"),
         ("Llama", {**DECODER, "num_kv_shared_layers": 1}, "layers that read another layer's keys"),

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
+from kvtuner.calibration.model_loading import auto_class_of
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -25,7 +26,7 @@ KINDS = {
     "gemma2": "window:24 full", "gemma3": "window:24 full", "gpt-oss": "window:24 full", "cohere2": "window:24 full",
     "olmo3": "window:24 full", "mimo-v2": "window:24 full", "gemma4": "window:24 full", "qwen3-next": "none full",
     "qwen3.5": "none full", "lfm2": "none full", "granite4": "none full", "nemotron-h": "none full",
-    "falcon-h1": "full",
+    "falcon-h1": "full", "qwen2.5-vl": "full", "mistral3": "full", "llama4-images": "window:24 full",
 }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_p
         assert f"kind {kind}" in text
     assert facts("validate", out / "profile.json", "--model", folder)[0]["valid"]
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = auto_class_of(AutoConfig.from_pretrained(folder), name).from_pretrained(folder, dtype=torch.float32)
     cache = KVTunerCache.from_profile(profile, model.config)
     ids = torch.arange(2, 50).unsqueeze(0)
     with torch.no_grad(), cache.attending(model):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny.layered_models import LAYERED
+from tiny.layered_models import LAYERED, MULTIMODAL
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -42,7 +42,7 @@ DIGEST = "sha256:" + 64 * "0"
 PROMPT, TOKENS = 40, 46
 CUTS = (PROMPT, *range(PROMPT + 1, TOKENS + 1))
 FULL_FIRST = ("full_attention", "sliding_attention")
-SHOWN = [name for name in LAYERED if name not in ("llama4", "zamba2", "minimax")]
+SHOWN = [name for name in (*LAYERED, *MULTIMODAL) if name not in ("zamba2", "minimax")]
 TOLERANCE = 1e-9  # float64 error of a model that is run in other chunks
 
 

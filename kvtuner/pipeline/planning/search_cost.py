@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.bench.expert_share import reached_elements
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES
 from kvtuner.calibration.forward.simulator import REUSE_BYTES
+from kvtuner.calibration.model_loading import auto_class_of
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.pipeline.dry_run import dry_run_facts
 from kvtuner.pipeline.sources import corpus_source
@@ -77,12 +78,12 @@ def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
         UnsupportedModelError: Transformers cannot make the model.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     text = shape.config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape.config, trust_remote_code=source.trust_remote_code)
+            auto_class = auto_class_of(shape.config, source.model)
+            model = auto_class.from_config(shape.config, trust_remote_code=source.trust_remote_code)
     except Exception as error:  # remote code raises anything
         raise UnsupportedModelError(
             f"the parameters of {source.model} cannot be counted from its configuration"
