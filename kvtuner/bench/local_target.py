@@ -149,9 +149,13 @@ class _TimedStreamer(TextIteratorStreamer):
 class GenerateTarget(_InProcess):
     """A model's own `generate`, a thread for each answer: one is answered after another, and all others wait."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, *, context_length: int, timeout_s: float) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str, *, context_length: int, most_requests: int, timeout_s: float
+    ) -> None:
+        """Take a model; more than `most_requests` in flight are not asked of it, as not of an engine beside it."""
         self._model, self._timeout_s = model, timeout_s
-        super().__init__(_record(name, model, context=context_length), tokenizer)
+        record = _record(name, model, context=context_length, max_running_requests=most_requests)
+        super().__init__(record, tokenizer)
 
     @property
     def client(self) -> GenerateTarget:

@@ -64,14 +64,14 @@ def test_generate_answers_one_after_another(load_tiny: LoadTiny) -> None:
     loaded: Any = load_tiny()
     before = loaded.model.config._attn_implementation
     loaded.model.set_attn_implementation("sdpa")
-    target = GenerateTarget(loaded.model, loaded.tokenizer, "tiny", context_length=512, timeout_s=60)
+    target = GenerateTarget(loaded.model, loaded.tokenizer, "tiny", context_length=512, most_requests=16, timeout_s=60)
     results = target.client.send(Load("concurrency", 12, 4, 2, 5), PROMPTS)
     check_times(results, 4)
     starts = [result.started_s for result in results]
     assert starts[0] == pytest.approx(starts[1], abs=1e-3)
     assert results[1].ttft_s > results[0].latency_s, "the second in flight waits for the first"
     assert target.record.tokens_that_fit is None
-    late = GenerateTarget(loaded.model, loaded.tokenizer, "tiny", context_length=512, timeout_s=1e-9)
+    late = GenerateTarget(loaded.model, loaded.tokenizer, "tiny", context_length=512, most_requests=16, timeout_s=1e-9)
     (result,) = late.send(Load("concurrency", 12, 400, 1, 1), PROMPTS[:1])
     assert "of 400 tokens within 1e-09 s" in str(result.error)
     loaded.model.set_attn_implementation(before)
@@ -79,6 +79,6 @@ def test_generate_answers_one_after_another(load_tiny: LoadTiny) -> None:
 
 def test_what_generate_raises_is_raised(load_tiny: LoadTiny) -> None:
     loaded = load_tiny()
-    target = GenerateTarget(loaded.model, loaded.tokenizer, "tiny", context_length=512, timeout_s=60)
+    target = GenerateTarget(loaded.model, loaded.tokenizer, "tiny", context_length=512, most_requests=16, timeout_s=60)
     with pytest.raises(IndexError):
         target.send(Load("concurrency", 1, 4, 1, 1), [[10**6]])

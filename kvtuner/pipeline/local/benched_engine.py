@@ -49,12 +49,13 @@ class LocalBenchSession(BenchSession):
     def _target(self, scheme: CacheScheme, flags: Sequence[str]) -> Iterator[Target]:
         loaded, options, name = self._loaded, self._options, self._model.source.name
         context_length = self._model.shape.context_length
+        at_once = max(EngineOptions().max_requests, *(options.concurrency or ()), *options.loads.batches)
         if scheme.name == GENERATE:
             yield GenerateTarget(
-                loaded.model, loaded.tokenizer, name, context_length=context_length, timeout_s=options.timeout
-            )
+                loaded.model, loaded.tokenizer, name,
+                context_length=context_length, most_requests=at_once, timeout_s=options.timeout,
+            )  # fmt: skip
             return
-        at_once = max(EngineOptions().max_requests, *(options.concurrency or ()), *options.loads.batches)
         with LocalEngine(
             loaded.model,
             loaded.tokenizer,
