@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import optuna
-from greedy import greedy
+from search_parts.greedy import greedy
 
 from kvtuner.calibration.isolated_kl import isolated_candidates
 from kvtuner.cli.command import add_options, add_switch

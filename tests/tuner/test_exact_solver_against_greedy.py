@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.greedy import greedy
+from benchmarks.search_parts.greedy import greedy
 from kvtuner.errors import BudgetError
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint

@@ -144,7 +144,7 @@ class Phases:
         """Time and count one phase."""
         say(f"{name} ...")
         counter = self.bench.chain.count
-        before, start = counter.layer_tokens, time.monotonic()
+        before, start, processor = counter.layer_tokens, time.monotonic(), time.process_time()
         per_pass = len(self.bench.chain.layers) * self.bench.corpus.splits["calibrate"].shape[1]
 
         def passes_so_far() -> float:
@@ -155,7 +155,8 @@ class Phases:
         passes = passes_so_far()
         self.passes[name] = self.passes.get(name, 0.0) + passes
         seconds = time.monotonic() - start
-        self.folder.log("phase", name=name, forward_passes=round(passes, 2), seconds=round(seconds, 2))
+        took = {"seconds": round(seconds, 2), "processor_seconds": round(time.process_time() - processor, 2)}
+        self.folder.log("phase", name=name, forward_passes=round(passes, 2), **took)
         say(f"{name}: {passes:.1f} forward passes, {seconds:.1f} s")
 
 

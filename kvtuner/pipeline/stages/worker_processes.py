@@ -111,7 +111,10 @@ def workers_beside(
         raise OptionError("torchrun starts the workers; leave --workers out")
     if count > MAX_WORKERS_HERE:
         raise OptionError(f"--workers must be at most {MAX_WORKERS_HERE}, but is {count}")
+    import torch
+
     folder.create()
+    threads = torch.get_num_threads()
     spawn = multiprocessing.get_context("spawn")
     alone = replace(options, workers=1)
     processes = {
@@ -136,6 +139,7 @@ def workers_beside(
         for process in processes.values():
             process.terminate()
             process.join()
+        torch.set_num_threads(threads)  # of which this process had its share
 
 
 def _work(options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: Path) -> None:
