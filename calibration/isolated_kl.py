@@ -7,9 +7,9 @@ over the sequences that run in parallel. Knows no budgets.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
@@ -18,7 +18,7 @@ from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
-from kvtuner.precision import SIDES
+from kvtuner.precision import SIDES, WIDEST_PACKED_BITS, Side
 from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
@@ -35,16 +35,56 @@ if TYPE_CHECKING:
 JOURNAL = "isolated.jsonl"
 
 
+MEASURED_TRANSFORMS: Final = 2
+"""The transforms of the narrowest width that are measured: those that the Fisher score puts first."""
+LARGEST_FISHER_RATIO: Final = 2.5
+"""The Fisher score, as a multiple of the least, beyond which a transform is not measured."""
+
+
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
-    """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at more."""
+    """The candidates whose isolated KL decides something.
+
+    At the narrowest width, where the Fisher score is local, the first few transforms by it, elsewhere the first. At 8
+    bits none: there the Fisher score is the KL, see `with_isolated_kl`.
+    """
     isolated: list[Candidate] = []
+    for (_, _, bits), alternatives in _by_place(scores).items():
+        if bits == WIDEST_PACKED_BITS:
+            continue
+        is_narrowest = bits == min(candidate.bits for candidate in scores)
+        most = LARGEST_FISHER_RATIO * scores[alternatives[0]].fisher
+        first = alternatives[: MEASURED_TRANSFORMS if is_narrowest else 1]
+        isolated += [first[0], *(candidate for candidate in first[1:] if scores[candidate].fisher <= most)]
+    return isolated
+
+
+def with_isolated_kl(
+    scores: Mapping[Candidate, CandidateScores], measured: Mapping[Candidate, float]
+) -> dict[Candidate, CandidateScores]:
+    """The scores with the KL that was measured, and at 8 bits the least Fisher score as the KL of its transform.
+
+    The Fisher score is the KL to second order, and errors of 8 bits are small.
+    """
+    predicted = {
+        alternatives[0]: scores[alternatives[0]].fisher
+        for (_, _, bits), alternatives in _by_place(scores).items()
+        if bits == WIDEST_PACKED_BITS
+    }
+    kl = {**predicted, **measured}
+    return {candidate: replace(s, kl=kl.get(candidate, s.kl)) for candidate, s in scores.items()}
+
+
+def _by_place(scores: Mapping[Candidate, CandidateScores]) -> dict[tuple[int, Side, int], list[Candidate]]:
+    """The candidates of every layer, side and width, in this order, by ascending Fisher score."""
     layers = sorted({candidate.layer for candidate in scores})
     widths = sorted({candidate.bits for candidate in scores})
-    for place in product(layers, SIDES, widths):
-        alternatives = [c for c in scores if (c.layer, c.side, c.bits) == place]
-        best = min(alternatives, key=lambda c: scores[c].fisher)
-        isolated.extend(alternatives if best.bits == widths[0] else [best])
-    return isolated
+    return {
+        place: sorted(
+            (candidate for candidate in scores if (candidate.layer, candidate.side, candidate.bits) == place),
+            key=lambda candidate: scores[candidate].fisher,
+        )
+        for place in product(layers, SIDES, widths)
+    }
 
 
 def spec_of(candidate: Candidate, constants: Mapping[int, LayerConstants], options: QuantizationOptions) -> LayerSpec:

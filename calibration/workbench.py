@@ -10,7 +10,7 @@ from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import Simulator
-from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated
+from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated, with_isolated_kl
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
 from kvtuner.calibration.shared_passes import shared_candidates, shared_constants
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
 
 IDENTITY_FILE = "run.json"
-MEASUREMENT = 4
+MEASUREMENT = 5
 """The version of the measurement; increase it when the same model, data and options would give other numbers."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 
@@ -234,5 +234,4 @@ def _measure_isolated(
             if on_left_out is not None:
                 place = f"layer {candidate.layer} {candidate.side}{candidate.bits}"
                 on_left_out(f"{place} with transform {candidate.transform} is left out: {reason}")
-    scores = {c: replace(s, kl=measured.get(c, s.kl)) for c, s in table.scores.items()}
-    return replace(table, scores=scores)
+    return replace(table, scores=with_isolated_kl(table.scores, measured))

@@ -15,12 +15,18 @@ from torch import Tensor
 from kvtuner.calibration import isolated_kl as isolated
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
-from kvtuner.calibration.isolated_kl import JOURNAL, isolated_candidates, measure_isolated, spec_of
+from kvtuner.calibration.isolated_kl import (
+    JOURNAL,
+    isolated_candidates,
+    measure_isolated,
+    spec_of,
+    with_isolated_kl,
+)
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import SEARCHED_BITS, ScaleLayout
+from kvtuner.precision import SEARCHED_BITS, SIDES, ScaleLayout
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
@@ -234,26 +240,42 @@ def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Pa
     assert len(progress) == 2 * 3 * len(CANDIDATES)
 
 
-def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_above() -> None:
+def scored(fisher: Callable[[int, int], float]) -> dict[Candidate, CandidateScores]:
+    """The scores of two layers, Fisher's by layer and place of the transform; e_o says the opposite."""
     scores = {}
-    for layer in range(2):
-        for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
-            for bits in SEARCHED_BITS:
-                for rank, transform in enumerate(transforms):
-                    # The best of layer 0 is its first transform, of layer 1 its last; e_o says the opposite.
-                    fisher = rank if layer == 0 else -rank
-                    scores[Candidate(layer, side, bits, transform)] = CandidateScores(1.0, 1.0, -fisher, fisher)
+    for layer, side, bits in itertools.product(range(2), SIDES, SEARCHED_BITS):
+        for rank, transform in enumerate(candidate_transforms(side)):
+            value = fisher(layer, rank)
+            scores[Candidate(layer, side, bits, transform)] = CandidateScores(1.0, 1.0, -value, value)
+    return scores
+
+
+def test_the_transforms_that_fisher_puts_first_are_measured_two_at_2_bits_one_above_none_at_8() -> None:
+    # The best of layer 0 is its first transform, of layer 1 its last.
+    scores = scored(lambda layer, rank: 1 + 0.1 * (rank if layer == 0 else 9 - rank))
     chosen = isolated_candidates(scores)
-    num_candidates = len(candidate_transforms("k")) + len(candidate_transforms("v"))
-    assert len(chosen) == len(set(chosen)) == 2 * (num_candidates + 2 * 2)
-    for layer, choice in ((0, 0), (1, -1)):
-        for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
-            of = [c for c in chosen if (c.layer, c.side) == (layer, side)]
-            assert [c.transform for c in of if c.bits == 2] == list(transforms)
-            assert [(c.bits, c.transform) for c in of if c.bits > 2] == [
-                (4, transforms[choice]),
-                (8, transforms[choice]),
-            ]
+    assert len(chosen) == len(set(chosen)) == 2 * 2 * (2 + 1)
+    for layer, side in itertools.product(range(2), SIDES):
+        order = candidate_transforms(side) if layer == 0 else tuple(reversed(candidate_transforms(side)))
+        of = [(c.bits, c.transform) for c in chosen if (c.layer, c.side) == (layer, side)]
+        assert of == [(2, order[0]), (2, order[1]), (4, order[0])]
+
+
+def test_a_transform_far_behind_the_first_is_not_measured() -> None:
+    for behind, count in ((2.49, 2), (2.51, 1)):
+        chosen = isolated_candidates(scored(lambda _, rank, behind=behind: 1.0 if rank == 0 else behind))
+        assert [len([c for c in chosen if (c.layer, c.side, c.bits) == (0, "k", 2)])] == [count]
+
+
+def test_at_8_bits_the_least_fisher_score_stands_for_the_kl() -> None:
+    scores = scored(lambda layer, rank: 1.0 + layer + rank)
+    first = next(candidate for candidate in scores if candidate.bits == 4)
+    filled = with_isolated_kl(scores, {first: 0.25})
+    assert filled[first].kl == 0.25
+    with_kl = {
+        (c.layer, c.side, c.bits, c.transform): s.kl for c, s in filled.items() if s.kl is not None and c != first
+    }
+    assert with_kl == {(layer, side, 8, "none"): 1.0 + layer for layer in range(2) for side in SIDES}
 
 
 def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_again(

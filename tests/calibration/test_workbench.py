@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from kvtuner.calibration import isolated_kl
 from kvtuner.calibration import workbench as calibrate_module
 from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
-from kvtuner.calibration.isolated_kl import JOURNAL
+from kvtuner.calibration.isolated_kl import JOURNAL, MEASURED_TRANSFORMS
 from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
@@ -25,7 +28,7 @@ from kvtuner.run_folder import EVENTS, RunFolder
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from fixture_types import LoadTiny, ModelFolder
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 NUM_CANDIDATES = len(candidate_transforms("k")) + len(candidate_transforms("v"))
 """The candidates of a layer at one width."""
-NUM_ISOLATED = NUM_CANDIDATES + 2 * (len(SEARCHED_BITS) - 1)
+NUM_ISOLATED = 2 * MEASURED_TRANSFORMS + 2 * (len(SEARCHED_BITS) - 2)
 """The candidates of a layer whose KL is measured: all at 2 bits, and one of each side at each width above."""
 
 
@@ -60,6 +63,14 @@ def bench_of(load_tiny: LoadTiny, corpus_file: Path) -> Callable[..., Workbench]
         return bench
 
     return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_transform_is_too_bad() -> Iterator[None]:
+    """Lets the first transforms of every place be measured, so that forwards can be counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolated_kl, "LARGEST_FISHER_RATIO", math.inf)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +124,10 @@ def test_the_table_holds_every_candidate_and_every_width_has_a_kl(
     assert len(table.scores) == 2 * NUM_CANDIDATES * len(SEARCHED_BITS)
     assert list(missing_candidates(table, "kl")) == []
     with_kl = [candidate for candidate, scores in table.scores.items() if scores.kl is not None]
-    assert len(with_kl) == 2 * NUM_ISOLATED
+    assert len(with_kl) == 2 * (NUM_ISOLATED + 2)
+    for layer, side in product(range(2), ("k", "v")):
+        least = min(table.of(layer, side, 8).values(), key=lambda scores: scores.fisher)
+        assert least.kl == least.fisher, "at 8 bits the Fisher score is the KL"
     assert table.geometry == bench.loaded.shape.geometry
     assert table.identity == json.loads(json.dumps(bench.identity()))
     assert_tables_equal(SensitivityTable.load(RunFolder(tmp_path)), table)
@@ -140,7 +154,7 @@ def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
     assert after.chain.count.layer_tokens == 0
 
 
-@pytest.mark.parametrize("appends", [1, NUM_ISOLATED + 1, 3 * NUM_ISOLATED + 4])
+@pytest.mark.parametrize("appends", [1, NUM_ISOLATED + 1, 3 * NUM_ISOLATED + 2])
 def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
     appends: int,
     bench_of: Callable[..., Workbench],
@@ -271,9 +285,9 @@ def test_nan_of_a_token_outside_the_calibrate_split_is_an_error_that_names_the_l
     model.set_attn_implementation(shared.loaded.model.config._attn_implementation)
     model.requires_grad_(False).get_input_embeddings().weight[310] = torch.nan
     bench = Workbench.prepare(replace(shared.loaded, model=model), Corpus(splits), shared.options)
-    bench.simulator("calibrate")
+    bench.simulator("calibrate").prepare()
     with pytest.raises(NonFiniteActivationError, match="layer 0: its inputs hold NaN or infinity"):
-        bench.simulator(split)
+        bench.simulator(split).prepare()
 
 
 @pytest.mark.parametrize("read_plan", READ_PLANS)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.auto_settings.window_lengths import lengths_for
+from kvtuner.calibration.isolated_kl import MEASURED_TRANSFORMS
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
@@ -38,7 +39,8 @@ def forward_tokens_ahead(
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
     widths = quant.widths
-    isolated = sum(len(quant.transform_names(side)) for side in SIDES) + 2 * (len(widths) - 1)
+    narrowest = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in SIDES)
+    isolated = narrowest + 2 * (len(widths) - 2)  # of 8 bits none
     schemes = 2 * len(uniform_pairs(widths)) + 2
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
