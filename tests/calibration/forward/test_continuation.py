@@ -122,12 +122,12 @@ def test_prompts_of_models_whose_layers_differ_give_the_same_numbers_kept_or_not
     specs = dict.fromkeys(chain.geometry.ids, LayerSpec(QuantSpec(2), QuantSpec(2)))
     batches = random_batches(2, 41)
     found = Simulator(chain, batches, plan)
-    kept = [item.prompt.num_tokens for item in found.prepared]
+    kept = [run_prompt(chain, batch, 30)[0].num_tokens for batch in batches]
     assert kept == ([0, 0] if chain.has_states else [30, 30])
     scores = found.measure(specs)
     monkeypatch.setattr(continuation, "prompt_bytes", lambda *_: PROMPT_BYTES + 1)
     whole = Simulator(chain, batches, plan)
-    assert [item.prompt.num_tokens for item in whole.prepared] == [0, 0]
+    assert [run_prompt(chain, batch, 30)[0].num_tokens for batch in batches] == [0, 0]
     expected = whole.measure(specs)
     assert expected.kl.mean() > 1e-4
     # A code at the edge of two may be another after sums in another order; states give the same bits.
