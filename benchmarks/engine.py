@@ -186,7 +186,8 @@ def page(results: dict[str, Any]) -> str:
         "# The local engine", "",
         "Figures of [docs/engine.md](../../docs/engine.md#speed): float32, medians of rounds in which the ways take"
         f" turns, {results['threads']} thread. The machine (2 virtual cores of an Intel Xeon with AVX-512) did other"
-        f" work meanwhile: load {results['load_at_start']:.1f} at the start, {results.get('load_at_end', 0):.1f} at the end.", "",
+        f" work meanwhile: load {results['load_at_start']:.1f} at the start,"
+        f" {results.get('load_at_end', 0):.1f} at the end.", "",
         f"    {results['command']}", "",
     ]  # fmt: skip
     for name, found in results["models"].items():
