@@ -150,9 +150,9 @@ def main() -> None:
     if args.picture:
         lines = {
             name: [
-                (row["value"] // BASE[name], total(row, "processor_seconds")) for row in rows if row["varied"] == name
+                (row["value"] // values[0], total(row, "processor_seconds")) for row in rows if row["varied"] == name
             ]
-            for name in VARIED
+            for name, values in VARIED.items()
         }
         title = "Processor seconds of a search, as one size of the model grows"
         names = ("times the smallest, log scale", "processor seconds, log scale")
