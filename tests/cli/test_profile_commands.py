@@ -275,7 +275,7 @@ def test_auto_measures_each_side_once_and_makes_the_profile_of_what_it_chose(sea
 def test_a_measured_choice_decides_the_measurements_the_bytes_and_the_profile(
     short_side: str, search: Search, run_search: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtuner.calibration import scale_layouts
+    from kvtuner.calibration.auto_settings import scale_layouts
 
     def measure(self: Any, side: str, layout: Any, bits: int) -> list[float]:
         is_better = (layout.word_bits == 16) == (side == short_side)
@@ -334,7 +334,7 @@ def test_a_window_stands_in_the_profile_and_is_charged_beside_its_rows(search: S
 @pytest.fixture
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that are few of the tiny model's 512 positions."""
-    from kvtuner.calibration import window_lengths
+    from kvtuner.calibration.auto_settings import window_lengths
 
     monkeypatch.setattr(window_lengths, "COMPARED_LENGTHS", (0, 4, 8))
 

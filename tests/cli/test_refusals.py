@@ -107,7 +107,6 @@ def test_weights_that_are_missing_are_named(refused_search: Refused, copied: Cal
 
 @pytest.mark.parametrize(("changes", "complaint"), [
     ({"kv_lora_rank": 16}, "MLA"),
-    ({"layer_types": ["full_attention", "full_attention", "linear_attention"]}, "without a KV cache"),
     ({"model_type": "mistral", "sliding_window": 32, "architectures": ["MistralForCausalLM"]}, "--context-length 32"),
     ({"head_dim": 20}, "cannot be packed"),
     ({"num_key_value_heads": 3}, "no multiple of"),

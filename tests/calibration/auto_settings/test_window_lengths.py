@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtuner.calibration import window_lengths
+from kvtuner.calibration.auto_settings import window_lengths
 from kvtuner.calibration.auto_settings.window_lengths import JOURNAL, LengthComparison, compare_lengths, lengths_for
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.forward.simulator import LayerSpec

@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.runtime_loader.exact_ring import most_requests
-from kvtuner.runtime_loader.sglang.compat import pool
+from kvtuner.runtime_loader.sglang.compat import disaggregation, pool
 
 
 def static_fraction(memory_mib: int, tp_size: int, pp_size: int, requests: int | None) -> float:
@@ -52,6 +52,8 @@ def pool_size(
 ) -> list[int]:
     schedule = SimpleNamespace(max_running_requests=requests, max_total_tokens=None)
     kv_cache_configurator.get_schedule = pool.get_schedule = lambda: schedule
+    role = SimpleNamespace(disaggregation_mode="null", disaggregation_decode_extra_slots=0)
+    disaggregation.get_disagg = lambda: role
     configurator = SimpleNamespace(
         model_config=SimpleNamespace(context_len=context),
         attn_dp_size=1,
