@@ -277,11 +277,11 @@ def test_a_measured_choice_decides_the_measurements_the_bytes_and_the_profile(
 ) -> None:
     from kvtuner.calibration.auto_settings import scale_layouts
 
-    def measure(self: Any, side: str, layout: Any, bits: int) -> list[float]:
-        is_better = (layout.word_bits == 16) == (side == short_side)
+    def measure(self: Any, quant: Any, bits: int, sides: tuple[str]) -> list[float]:
+        is_better = (quant.layout(sides[0]).word_bits == 16) == (sides[0] == short_side)
         return [0.25 if is_better else 0.5] * 2
 
-    monkeypatch.setattr(scale_layouts._LayoutMeasurement, "_measure", measure)
+    monkeypatch.setattr(scale_layouts.WholeModelKL, "measure", measure)
     out = tmp_path / "run"
     flags = ("--budget", "5bpe", "--fit", "least_squares", "--score", "fisher")
     result = search(out, *flags, "--word-bits", "auto", trials=2, report=True)

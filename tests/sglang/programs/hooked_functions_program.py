@@ -56,7 +56,7 @@ def install() -> None:
     """All that a launcher and a scheduler hook."""
     on_scheduler(lambda _: None, lambda _: {})
     on_ready(lambda _: None)
-    scheduler.install_hooks(packed=True, tiers=True, transfers=True)
+    scheduler.install_hooks(packed=True, tiers=True, transfers=False)
 
 
 def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
