@@ -75,6 +75,27 @@ def list_slots_in_torch() -> None:
     translator.create_flashinfer_kv_indices_triton = SlotsOfBatch(translator.create_flashinfer_kv_indices_triton)
 
 
+def keep_pools_where_lmcache_reads_them() -> None:
+    """Let LMCache move the pool itself into memory that its server shares, not only the views that SGLang gives it."""
+    registry = importlib.import_module("sglang.srt.mem_cache.registry")
+    build = registry.default_radix_cache_factory
+
+    def build_beside_lmcache(ctx: Any) -> Any:
+        if registry.get_memory().enable_lmcache:
+            memory = importlib.import_module("lmcache.v1.platform.devices.cpu.shm")
+            migrate = memory.migrate_to_shm_and_wrap
+
+            def migrate_all(tensor: Any) -> Any:
+                if tensor._base is not None:
+                    migrate(tensor._base)
+                return migrate(tensor)
+
+            memory.migrate_to_shm_and_wrap = migrate_all
+        return build(ctx)
+
+    registry.default_radix_cache_factory = build_beside_lmcache
+
+
 def read_images_without_torchvision() -> None:
     """Let transformers make processors of models with images without their part for videos, which needs torchvision."""
     from transformers.image_processing_base import ImageProcessingMixin
@@ -164,6 +185,7 @@ def __getattr__(name: str) -> Any:
             run_adapters()
             list_slots_in_torch()
             send_without_streams()
+            keep_pools_where_lmcache_reads_them()
             if importlib.util.find_spec("mooncake") is None:
                 transfer_over_tcp.install()
 

@@ -10,6 +10,7 @@ from kvtuner.errors import ServingError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.runtime_loader.model_check import calibrated_positions
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
+from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of
 from kvtuner.runtime_loader.sglang.compat.processes import (
     check_version,
@@ -128,6 +129,8 @@ def _check(server_args: Any) -> None:
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:
     refuse_flags(arguments, hicache_only=request.hicache_only)
+    if arguments.enable_lmcache:
+        check_lmcache()
     if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:
         # Imported here because a server without storage does without SGLang's cache controllers.
         from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import extra_config
@@ -178,4 +181,5 @@ def _start_scheduler(server_args: Any) -> None:
             packed=not loaded.request.hicache_only,
             tiers=arguments.enable_hierarchical_cache,
             transfers=arguments.disaggregation_mode in ROLES,
+            lmcache=arguments.enable_lmcache,
         )

@@ -43,7 +43,6 @@ OFF: Final = (None, False, "", "none", "null")
 _OFF_BY_REASON: Final = {
     "it scales an fp8 cache": ("quantization_param_path",),
     "it copies rows of one width": ("disaggregation_decode_enable_offload_kvcache", "enable_flexkv"),
-    "it copies keys and values of one width, and leaves their scales behind": ("enable_lmcache",),
     "ranks would share tokens of one pool": ("enable_prefill_cp",),
     "it has a pool of its own": (
         "enable_kv_cache_sharding", "enable_unified_memory", "enable_page_major_kv_layout", "enable_hisparse",
@@ -66,6 +65,7 @@ RULES: Final = (
     OptionRule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
     OptionRule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
     OptionRule("enable_lora", (True, False, None), "it is on or off"),
+    OptionRule("enable_lmcache", (True, False, None), "it is on or off"),
     OptionRule("disaggregation_mode", ("prefill", "decode", None, "null"), "it is a role, or off"),
     OptionRule(
         "speculative_algorithm",
@@ -122,6 +122,13 @@ SPECULATION_RULES: Final = (
 )
 """Rules beside speculative decoding."""
 
+LMCACHE_RULES: Final = (
+    OptionRule("enable_hierarchical_cache", OFF, "both would keep pages below the device"),
+    OptionRule("speculative_algorithm", (None,), "it was never tried"),
+    *(OptionRule(name, (None, 1), "it was never tried") for name in ("dp_size", "pp_size", "nnodes")),
+)
+"""Rules beside LMCache."""
+
 ROLES: Final = ("prefill", "decode")
 """The values of --disaggregation-mode with which prompts and answers are computed on different servers."""
 
@@ -134,6 +141,7 @@ DISAGGREGATION_RULES: Final = (
         remedy="drop it: cpu_tensor is chosen",
     ),
     OptionRule("disaggregation_decode_host_receive_threshold", (1, None), "its host pool holds rows of one width"),
+    OptionRule("enable_lmcache", (False, None), "it was never tried"),
     OptionRule("disaggregation_decode_allocation_policy", ("early",), "it was never tried"),
     OptionRule("speculative_algorithm", (None,), "it was never tried"),
     *(
@@ -152,6 +160,7 @@ LORA_RULES: Final = (
     OptionRule("speculative_algorithm", (None,), "it was never tried"),
     OptionRule("dp_size", (None, 1), "it was never tried"),
     OptionRule("disaggregation_mode", (None, "null"), "it was never tried"),
+    OptionRule("enable_lmcache", (False, None), "it was never tried"),
 )
 """Rules beside adapters (LoRA)."""
 
@@ -194,6 +203,8 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
         _refuse_options(arguments, SPECULATION_RULES, f"speculative decoding on {what}")
     if arguments.dp_size > 1:
         _refuse_options(arguments, REPLICA_RULES, f"replicas of {what}")
+    if arguments.enable_lmcache:
+        _refuse_options(arguments, LMCACHE_RULES, f"LMCache on {what}")
     if arguments.disaggregation_mode in ROLES:
         _refuse_options(arguments, DISAGGREGATION_RULES, f"disaggregation of {what}")
     if has_adapters(arguments):

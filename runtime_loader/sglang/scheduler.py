@@ -14,6 +14,7 @@ from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
 from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.sglang.compat.lmcache import on_lmcache
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import (
     MHATokenToKVPool,
@@ -47,10 +48,11 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """The variable of the seconds that a rank waits for the others' word; 120 by default."""
 
 
-def install_hooks(*, packed: bool, tiers: bool, transfers: bool) -> None:
+def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) -> None:
     """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any.
 
-    And its `transfers`, where prompts are computed on another server than answers.
+    And its `transfers`, where prompts are computed on another server than answers, and the name of what is stored in
+    `lmcache`.
     """
     on_introduction(lambda: _introduction(packed=packed))
     if packed:
@@ -65,6 +67,8 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool) -> None:
         on_beam_search(_refusal_of_beams)
     if transfers:
         install_transfers(lambda: f"{_served()} {process_state().active_rank().dtype}")
+    if lmcache:
+        on_lmcache(_stored_as)
     pool_class = PackedKVPool if packed else MHATokenToKVPool
     if not tiers:
         on_built(pool_class, lambda _, pool, requests: _complete(pool, requests))
@@ -205,6 +209,12 @@ def _workspace_bytes(kvc: Any) -> int:
 def _served() -> str:
     """Return what rows are made by here, in a word that ranks and servers compare."""
     return f"{_profile().digest} attend={process_state().active().request.attend}"
+
+
+def _stored_as(model: str) -> str:
+    """Return a model's name in a storage that compares nothing else; some make it a part of files' names."""
+    digest = _profile().digest.removeprefix("sha256:")[:32]
+    return f"{model}/kvtuner-{digest}-{process_state().active().request.attend}"
 
 
 def _backend(kvc: Any) -> AttentionBackend:

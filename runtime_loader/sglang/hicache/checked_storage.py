@@ -53,8 +53,8 @@ def check_storage(backend: str, config: Mapping[str, Any]) -> None:
     """Refuse a storage that was never tried, or is not there, on the machine that will use it."""
     if backend == "lmcache":
         raise ServingError(
-            "--hicache-storage-backend lmcache: LMCache copies keys and values of one width, and leaves their scales"
-            " behind; use --hicache-storage-backend file"
+            "--hicache-storage-backend lmcache: LMCache is no storage below HiCache's host pages; use --enable-lmcache"
+            " in place of --enable-hierarchical-cache, or --hicache-storage-backend file"
         )
     if backend not in STORAGES:
         raise ServingError(

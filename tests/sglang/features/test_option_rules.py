@@ -14,6 +14,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     BACKENDS,
     DISAGGREGATION_RULES,
     HICACHE_RULES,
+    LMCACHE_RULES,
     LORA_RULES,
     REPLICA_RULES,
     RULES,
@@ -67,6 +68,7 @@ def test_every_rule_of_adapters_refuses_its_option_beside_them_alone(rule: Optio
         "enable_hierarchical_cache": True,
         "speculative_algorithm": "NGRAM",
         "disaggregation_mode": "decode",
+        "enable_lmcache": True,
     }.get(rule.name, 2)
     refuse_flags(arguments(device="cpu", **{**fine, rule.name: works}), {})
     refuse_flags(arguments(device="cpu", **{**fine, rule.name: works, "enable_lora": False, "lora_paths": ["a"]}), {})
@@ -88,11 +90,24 @@ def test_every_rule_of_replicas_refuses_its_option_beside_them_alone(rule: Optio
         refuse_flags(arguments(device="cpu", **{**fine, "dp_size": 2, rule.name: bad}), {})
 
 
+@pytest.mark.parametrize("rule", LMCACHE_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_lmcache_refuses_its_option_beside_it_alone(rule: OptionRule) -> None:
+    fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES)}
+    fine = {**fine, **{each.name: each.works[-1] for each in LMCACHE_RULES}}
+    bad: object = {"enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
+    alone = {**fine, "nnodes": 1, rule.name: bad}
+    refuse_flags(arguments(device="cpu", **alone), {})
+    refuse_flags(arguments(device="cpu", **{**fine, "enable_lmcache": True}), {})
+    with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with LMCache on a packed KV pool"):
+        refuse_flags(arguments(device="cpu", **{**alone, "enable_lmcache": True}), {})
+
+
 @pytest.mark.parametrize("rule", DISAGGREGATION_RULES, ids=lambda rule: rule.name)
 def test_every_rule_of_disaggregation_refuses_its_option_beside_it_alone(rule: OptionRule) -> None:
     fine = {each.name: each.works[-1] for each in (*EVERY_RULE, *SPECULATION_RULES)}
     fine = {**fine, **{each.name: each.works[-1] for each in DISAGGREGATION_RULES}}
-    bad: object = {"enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
+    switches = {"enable_hierarchical_cache": True, "enable_lmcache": True}
+    bad: object = {**switches, "speculative_algorithm": "NGRAM"}.get(rule.name, 2)
     alone = {**fine, rule.name: bad}
     refuse_flags(arguments(device="cpu", **({**alone, "nnodes": 1} if rule.name == "dp_size" else alone)), {})
     for side in ("prefill", "decode"):

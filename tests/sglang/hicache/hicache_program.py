@@ -360,7 +360,7 @@ for backend in ("nixl", "hf3fs", "eic"):
     )
 refused(lambda: storage.check_storage("juicefs", {}), "needs to know where it is mounted")
 refused(lambda: storage.check_storage("juicefs", {"mount_point": str(FOLDER)}), "nothing is mounted at")
-refused(lambda: storage.check_storage("lmcache", {}), "leaves their scales behind")
+refused(lambda: storage.check_storage("lmcache", {}), "use --enable-lmcache in place of")
 assert tier.open(lambda name, _: name, "nixl", None, stock) == "nixl"
 mounted = next(
     (path for path in ("/dev/shm", "/run", "/proc") if os.path.ismount(path) and os.access(path, os.W_OK)), None

@@ -39,6 +39,7 @@ HOOKED = [
     f"{SRT}.mem_cache.pool_host.base.HostKVCache.set_from_flat_data_page",
     f"{SRT}.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
     f"{SRT}.mem_cache.hicache_storage.HiCacheFile._get_suffixed_key",
+    f"{SRT}.mem_cache.registry.default_radix_cache_factory",
 ]
 
 
@@ -56,7 +57,7 @@ def install() -> None:
     """All that a launcher and a scheduler hook."""
     on_scheduler(lambda _: None, lambda _: {})
     on_ready(lambda _: None)
-    scheduler.install_hooks(packed=True, tiers=True, transfers=False)
+    scheduler.install_hooks(packed=True, tiers=True, transfers=False, lmcache=True)
 
 
 def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
