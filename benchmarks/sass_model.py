@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 LAUNCH_SECONDS, DEPENDENT_SECONDS = 1.5e-6, 0.8e-6
 """The time from one kernel's end to the next one's first instructions, inside a CUDA graph, and where that one began
 early and waits: estimates."""
+HALF: Final = 0.5
 WARPS: Final = 4
 """The warps of a program of the kernels around decode's, Triton's default."""
 
@@ -92,17 +93,28 @@ class DecodeGrid:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted of one layer's decode kernel.
+    """The prediction of one layer's decode kernel.
 
     Attributes:
         seconds: The time of the kernel.
         share: The share of the bandwidth that a copy reaches.
-        waits_for: What takes nine tenths of that time or more by itself.
+        instructions: The part of that time that instructions take by themselves, were every load there at once.
+        cache: The part of that time that bytes from the last cache take by themselves.
+        share_beside_cache: The share that it would reach if the last cache had no limit.
     """
 
     seconds: float
     share: float
-    waits_for: str
+    instructions: float
+    cache: float
+    share_beside_cache: float
+
+    @property
+    def waits_for(self) -> str:
+        """What takes the most of the time; delays where instructions and bytes leave more of it than they take."""
+        parts = {"memory": self.share, "last cache": self.cache, "instructions": self.instructions}
+        largest = max(parts, key=parts.__getitem__)
+        return largest if parts[largest] > HALF else "delays"
 
 
 @functools.cache
@@ -168,20 +180,16 @@ def predicted(pair: PrecisionPair, shape: HeadShape, gpu: SimulatedGpu, load: De
     work, grid = decode_work(pair, shape, gpu, load)
     warps = grid.settings.warps
     count, resident = warps * math.ceil(grid.programs / gpu.processors), warps * grid.settings.resident
-    cycles = simulated_cycles(work, gpu, count, resident)
-    waits_for = "memory"
-    for changed, name in (
-        (replace(gpu, bytes_per_s=ENDLESS, cache_bytes_per_s=ENDLESS, memory_cycles=0, cache_cycles=0), "instructions"),
-        (replace(gpu, bytes_per_s=ENDLESS, cache_bytes_per_s=ENDLESS), "delays"),
-        (replace(gpu, bytes_per_s=ENDLESS), "last cache"),
-    ):
-        if simulated_cycles(work, changed, count, resident) >= 0.9 * cycles:
-            waits_for = name
-            break
+    endless_cache = replace(gpu, cache_bytes_per_s=ENDLESS)
+    immediate = replace(endless_cache, bytes_per_s=ENDLESS, memory_cycles=0, cache_cycles=0)
+    cycles, beside_cache, issued = (
+        simulated_cycles(work, each, count, resident) for each in (gpu, endless_cache, immediate)
+    )
     per_token = sum(stored_bytes(shape, bits) for bits in (pair.k_bits, pair.v_bits))
     seconds = cycles / gpu.hertz
     share = load.num_requests * load.length * per_token / seconds / gpu.bytes_per_s
-    return Prediction(seconds, share, waits_for)
+    cache = count * work.cache_bytes * gpu.processors / gpu.cache_bytes_per_s / seconds
+    return Prediction(seconds, share, issued / cycles, cache, share * cycles / beside_cache)
 
 
 def stored_bytes(shape: HeadShape, bits: int) -> int:
@@ -212,12 +220,13 @@ def main() -> None:
             rows.append(row | {part: f"{1e6 * seconds:.1f}" for part, seconds in microseconds.items()})
         else:
             found = predicted(pair, LLAMA, gpu, load)
-            cells = {"us": f"{1e6 * found.seconds:.1f}", "share": f"{found.share:.2f}", "waits for": found.waits_for}
-            rows.append(row | cells)
+            names = ("share", "instructions", "cache", "share_beside_cache")
+            cells = {name.replace("_", " "): f"{getattr(found, name):.2f}" for name in names}
+            rows.append(row | {"us": f"{1e6 * found.seconds:.1f}"} | cells | {"waits for": found.waits_for})
     if args.json:
         print(json.dumps(rows, indent=1))
     else:
-        print("\n".join(Table(tuple(rows[0]), [list(row.values()) for row in rows], left=(0, 1, 4)).lines()))
+        print("\n".join(Table(tuple(rows[0]), [list(row.values()) for row in rows], left=(0, 1)).lines()))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,11 @@ class Instruction:
         """Whether it copies from global to shared memory without waiting."""
         return self.name.startswith("LDGSTS")
 
+    @cached_property
+    def is_load(self) -> bool:
+        """Whether it loads from global memory into registers."""
+        return self.name.startswith("LDG") and not self.is_copy and self.pipe == "memory"
+
     @property
     def target(self) -> int | None:
         """The address to which it jumps."""

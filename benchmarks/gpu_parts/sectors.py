@@ -10,6 +10,7 @@ timed. Places of the words:
 - behind: behind the codes of all heads, as rows are
 - beside: behind the codes of each head, without padding, so that codes are copied by 4 bytes
 - padded: the same, padded so that the next head's codes are copied by 16 bytes
+- apart: in a buffer of their own, a sector for slots side by side of one head, all of which are read together
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from kvtuner.precision import (
@@ -33,7 +34,7 @@ from kvtuner.precision import (
 from kvtuner.report.table import Table
 
 SECTOR_BYTES: Final = 32
-Place = Literal["behind", "beside", "padded"]
+Place = Literal["behind", "beside", "padded", "apart"]
 """The place of scale words in a row."""
 Span = tuple[int, int]
 """The first byte of a row that is read, and the first behind it that is not."""
@@ -79,7 +80,9 @@ class SectorRow:
         return _aligned(self.num_heads * self._head_stride)
 
     def spans(self, head: int) -> list[Span]:
-        """The bytes of a row that hold a head's codes and words."""
+        """The bytes of a row that hold a head's codes and, but where they lie apart, its words."""
+        if self.place == "apart":
+            return replace(self, place="behind").spans(head)[:-1]
         if self.place != "behind":
             first = head * self._head_stride
             return [(first, first + self.code_bytes + self.word_bytes)]
@@ -102,11 +105,12 @@ class SectorRow:
             })
             for base in parities for first in range(0, self.num_heads, heads)
         ]  # fmt: skip
-        return sum(counts) / len(parities)
+        words = self.num_heads * self.word_bytes / SECTOR_BYTES if self.place == "apart" else 0.0
+        return sum(counts) / len(parities) + words
 
     @property
     def _head_stride(self) -> int:
-        used = self.code_bytes + self.word_bytes
+        used = self.code_bytes + (self.word_bytes if self.place != "apart" else 0)
         return _aligned(used) if self.place == "padded" else used
 
 
@@ -125,7 +129,8 @@ def counts_of(row: SectorRow) -> dict[str, Any]:
         for heads in (1, 2, 4, 8)
         if heads <= row.num_heads
     }
-    stored = round(row.stride / row.useful_bytes, 3)
+    apart = row.num_heads * row.word_bytes if row.place == "apart" else 0
+    stored = round((row.stride + apart) / row.useful_bytes, 3)
     return {"bits": row.bits, "heads": row.num_heads, "place": row.place, "read": read, "stored": stored}
 
 

@@ -96,6 +96,19 @@ class WarpWork:
         wide = sum(each.is_copy and each.lane_bytes == CODE_BYTES for each in self.path)
         return min(1.0, self.copied_bytes / (32 * CODE_BYTES * wide)) if wide else 0.0
 
+    @property
+    def cache_bytes(self) -> float:
+        """The bytes that its loads and copies bring from the last cache."""
+        copied = sum(copied_bytes(each.lane_bytes, self.useful)[1] for each in self.path if each.is_copy)
+        return copied + sum(32 * each.lane_bytes for each in self.path if each.is_load)
+
+
+def copied_bytes(lane_bytes: int, useful: float) -> tuple[float, float]:
+    """The bytes of a warp's copy from memory and from the last cache: all heads share a sector of scale words."""
+    if lane_bytes == CODE_BYTES:
+        return 32 * lane_bytes * useful, 32 * lane_bytes * useful
+    return 32 * lane_bytes, 32 * SECTOR_BYTES
+
 
 class _Queues:
     """The parts of one processor of the bandwidths of memory and of the last cache, which its loads share."""
@@ -107,11 +120,10 @@ class _Queues:
         self._memory = self._cache = 0.0
 
     def copy(self, cycle: float, lane_bytes: int) -> float:
-        """The cycle in which a copy is done: of codes, or of scale words, each in a sector that all heads share."""
-        is_code = lane_bytes == CODE_BYTES
-        loaded = 32 * lane_bytes * (self._useful if is_code else 1)
-        self._memory = max(self._memory, cycle) + loaded / self._memory_rate
-        return max(self._memory + self._gpu.memory_cycles, self.load(cycle, loaded if is_code else 32 * SECTOR_BYTES))
+        """The cycle in which a copy is done, of codes or of scale words."""
+        from_memory, from_cache = copied_bytes(lane_bytes, self._useful)
+        self._memory = max(self._memory, cycle) + from_memory / self._memory_rate
+        return max(self._memory + self._gpu.memory_cycles, self.load(cycle, from_cache))
 
     def load(self, cycle: float, num_bytes: float) -> float:
         """The cycle in which bytes are there that the last cache holds: slots, queries, what kernels leave there."""
@@ -149,7 +161,7 @@ class _Warp:
         if each.is_copy:
             done = queues.copy(cycle, each.lane_bytes)
             self.copied = max(self.copied, done)
-        elif each.name.startswith("LDG") and each.pipe == "memory":
+        elif each.is_load:
             done = queues.load(cycle, 32 * each.lane_bytes)
         elif each.name == "LDGDEPBAR":
             self.pending[0].append(self.copied)

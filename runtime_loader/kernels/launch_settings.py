@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TABLE: Final = "launches.json"
 """The file of the settings, which benchmarks/launch_table.py writes."""
 LEAST_SPLITS: Final = 16
-SHORT_SPLIT: Final = 64
+SHORT_SPLIT: Final = 128
 """The tokens below which a request of a small batch is not split."""
 MOST_SPLITS: Final = 256
 NARROW, WIDE = 8, 16

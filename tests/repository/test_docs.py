@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 READMES = ("README.md", "benchmarks/README.md", "calibration/demo/model/README.md")
-RESULTS = tuple(f"benchmarks/results/{name}.md" for name in ("instructions", "judged", "quantizer"))
+RESULTS = tuple(f"benchmarks/results/{name}.md" for name in ("instructions", "judged", "predictions", "quantizer"))
 AT_THE_TOP = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "RELEASING.md")
 PAGES = [*(ROOT / name for name in (*READMES, *RESULTS, *AT_THE_TOP)), *DOCS]
 WIDTH = 120

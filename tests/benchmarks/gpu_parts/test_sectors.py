@@ -48,6 +48,8 @@ def test_a_heads_bytes_are_those_that_change_with_its_numbers(
         (2, "behind", 1, 8 * 2),
         (2, "behind", 4, 2 * 5),
         (2, "padded", 1, 8 * 2),
+        (4, "apart", 1, 8 * 2 + 1),  # of eight heads' sectors of words, an eighth each
+        (2, "apart", 2, 8 * 1 + 1),
         (8, "behind", 1, 8 * 5),
         (3, "behind", 1, 8 * (1 + 1 + 1)),  # halfwords, third bytes and a word, of which third bytes fill half a sector
     ],

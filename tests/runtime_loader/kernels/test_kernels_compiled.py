@@ -191,8 +191,8 @@ def test_short_requests_of_a_small_batch_are_split_further() -> None:
     launch = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True, resident=8)
     hopper = Device("sm_90", 132)
     assert [hopper.for_batch(launch, num_requests, 8).min_split for num_requests in (1, 16, 17, 64)] == [
-        64,
-        64,
+        128,
+        128,
         256,
         256,
     ]
