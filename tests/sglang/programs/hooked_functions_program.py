@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import pkgutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang import scheduler
+from kvtuner.runtime_loader.sglang.compat import disaggregation
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 
 if TYPE_CHECKING:
@@ -40,12 +42,15 @@ HOOKED = [
     f"{SRT}.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
     f"{SRT}.mem_cache.hicache_storage.HiCacheFile._get_suffixed_key",
     f"{SRT}.mem_cache.registry.default_radix_cache_factory",
+    f"{SRT}.disaggregation.common.conn.CommonKVManager.__init__",
+    f"{SRT}.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+    f"{SRT}.model_executor.model_runner.ModelRunner.forward",
 ]
 
 
 FIXED = ("configure", "get_init_info", "_wait_for_scheduler_ready", "_create_buffers", "_init_data_ptrs_and_strides")
 """Called by SGLang alone, whatever their parameters."""
-INHERITED = ("calculate_pool_sizes", "forward_decode", "forward_extend")
+INHERITED = ("calculate_pool_sizes", "forward_decode", "forward_extend", "__init__")
 """Methods of which a class has an abstract one where it has none of its own."""
 
 
@@ -55,9 +60,11 @@ def changed(first: object, *, renamed: object = None) -> None:
 
 def install() -> None:
     """All that a launcher and a scheduler hook."""
+    role = SimpleNamespace(disaggregation_mode="decode", disaggregation_decode_extra_slots=0)
+    disaggregation.get_disagg = lambda: role
     on_scheduler(lambda _: None, lambda _: {})
     on_ready(lambda _: None)
-    scheduler.install_hooks(packed=True, tiers=True, transfers=False, lmcache=True)
+    scheduler.install_hooks(packed=True, tiers=True, transfers=True, lmcache=True)
 
 
 def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
