@@ -119,7 +119,8 @@ def by_workers(out: Path, counts: list[int], repeats: int) -> list[dict[str, Any
     for repeat in range(repeats):
         for count in counts:
             begun = time.monotonic()
-            search(out / f"workers{count}-{repeat}", sizes, "--workers", str(count))
+            folder = out / f"workers{count}-{repeat}"
+            search(folder, sizes, "--sequences", "12,12,12", "--workers", str(count))
             seconds[count].append(round(time.monotonic() - begun, 1))
     medians = {count: statistics.median(values) for count, values in seconds.items()}
     return [
