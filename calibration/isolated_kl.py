@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
 from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
-from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
+from kvtuner.calibration.kl import KEPT_BYTES, Reference, divergence
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
+from kvtuner.calibration.vocabulary_sample import logits_to_compare
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
 from kvtuner.precision import SIDES, WIDEST_PACKED_BITS, Side
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
     from kvtuner.calibration.forward.continuation import Prompt
     from kvtuner.calibration.forward.read_plan import ReadPlan
+    from kvtuner.calibration.kl import LogitSource
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.run_folder import RunFolder
 
@@ -140,11 +142,16 @@ def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
 
 @dataclass(frozen=True, slots=True)
 class _ExactRun:
-    """One batch, run exactly."""
+    """One batch, run exactly.
+
+    Attributes:
+        head: The logits over which others are compared with the reference.
+    """
 
     batch: Batch
     prompt: Prompt
     trace: Trace
+    head: LogitSource
     reference: Reference
 
 
@@ -246,14 +253,14 @@ class _Measurement:
     def _run_exactly(self, batch: Batch, kept_limit: int) -> _ExactRun:
         prompt, trace = run_prompt(self.chain, batch, self.plan.split, PROMPT_BYTES)
         scored = trace.final[:, self.plan.split - prompt.num_tokens :]
-        return _ExactRun(batch, prompt, trace, Reference(self.chain, scored, kept_limit))
+        head = logits_to_compare(self.chain, scored, batch.index)
+        return _ExactRun(batch, prompt, trace, head, Reference(head, scored, kept_limit))
 
     def _kl_sum(self, run: _ExactRun, layer: int, hook: AttentionHook) -> float | None:
         """The KL of a run from `layer` on, with attention by `hook`, summed over scored tokens; None if not finite."""
         final = self.chain.run(run.trace.residual[layer], run.trace.calls, run.prompt.before(hook), start=layer)
         scored = final[:, self.plan.split - run.prompt.num_tokens :]
-        next_ids = following(run.batch.input_ids, self.plan.split)
-        kl = float(compare(self.chain, run.reference, scored, next_ids).kl.sum())
+        kl = float(divergence(run.head, run.reference, scored).sum())
         return kl if math.isfinite(kl) else None
 
     def mean_kl(self) -> dict[Candidate, float]:

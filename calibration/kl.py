@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,23 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvtuner.calibration.forward.chain import DecoderChain
+KEPT_BYTES: Final = 1 << 27  # logits of all references of a split: enough for a small vocabulary alone
+CACHED_LOGITS: Final = 1 << 17  # logits that a core's cache holds with their temporaries
+LARGEST_EXPONENT: Final = 30.0  # exp of it, times float32's rounding of a probability, is still next to nothing
 
-KEPT_BYTES = 1 << 27  # log-probabilities of all references of a split: enough for a small vocabulary alone
+
+class LogitSource(Protocol):
+    """The head of a model, or a part of it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per token."""
+
+    def rows_in_flight(self) -> int:
+        """Token rows whose logits are held at a time."""
+
+    def logits(self, final: Tensor, /) -> Tensor:
+        """Logits of final hidden states [rows, hidden_size], float32 [rows, vocab_size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,60 +45,107 @@ class TokenScores:
     nll: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceRows:
+    """The logits of a few rows of a reference.
+
+    Attributes:
+        logits: float32 [rows, vocab_size].
+        log_sum: The logarithm of the sum of their exponentials, float32 [rows, 1].
+        top: The most likely tokens, [rows].
+    """
+
+    logits: Tensor
+    log_sum: Tensor
+    top: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> ReferenceRows:
+        """The rows of logits, float32 [rows, vocab_size]."""
+        return cls(logits, logits.logsumexp(dim=-1, keepdim=True), logits.argmax(dim=-1))
+
+    def split(self, rows: int) -> Iterator[ReferenceRows]:
+        """Parts of so many rows each."""
+        parts = zip(self.logits.split(rows), self.log_sum.split(rows), self.top.split(rows), strict=True)
+        return (ReferenceRows(*part) for part in parts)
+
+
 class Reference:
     """The exact final hidden states that others are compared with."""
 
     @torch.no_grad()
-    def __init__(self, chain: DecoderChain, final: Tensor, limit: int = 0) -> None:
+    def __init__(self, head: LogitSource, final: Tensor, limit: int = 0) -> None:
         """Take final hidden states, [batch, tokens, hidden_size].
 
-        Their log-probabilities are kept if they take no more than `limit` bytes, else computed for each comparison.
+        Their logits are kept if they take no more than `limit` bytes, else computed for each comparison.
         """
         self.final = final
-        self._chain = chain
-        is_small = 4 * final.shape[0] * final.shape[1] * chain.vocab_size <= limit
+        self._head = head
+        is_small = 4 * final.shape[0] * final.shape[1] * head.vocab_size <= limit
         self._kept = list(self._compute()) if is_small else None
 
-    def blocks(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Log-probabilities [rows, vocab_size], float32, and most likely tokens [rows], of a few rows at a time."""
+    def blocks(self) -> Iterable[ReferenceRows]:
+        """All rows, a few at a time."""
         return self._compute() if self._kept is None else self._kept
 
-    def _compute(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in self.final.flatten(0, 1).split(self._chain.rows_in_flight()):
-            log_p = self._chain.logits(rows).log_softmax(dim=-1)
-            yield log_p, log_p.argmax(dim=-1)
+    def _compute(self) -> Iterator[ReferenceRows]:
+        for rows in self.final.flatten(0, 1).split(self._head.rows_in_flight()):
+            yield ReferenceRows.of(self._head.logits(rows))
 
 
 @torch.no_grad()
-def compare(chain: DecoderChain, reference: Reference, other: Tensor, next_ids: Tensor) -> TokenScores:
+def compare(head: LogitSource, reference: Reference, other: Tensor, next_ids: Tensor) -> TokenScores:
     """Compare final hidden states [batch, tokens, hidden_size] by token, holding the logits of a few rows at a time.
-
-    The divergence is summed as ``p * (exp(d) - 1 - d)`` with ``d = log q - log p``: every term is non-negative, so that
-    the tiny values of 8-bit caches do not drown in cancellation. Where d is large, ``p * exp(d)`` is taken as q: exp
-    would overflow on a token that only the other model finds likely.
 
     `next_ids` [batch, tokens] holds the token that follows each row; -1 where none does.
     """
-    shape = other.shape[:2]
     kl, agree, nll = [], [], []
-    rows = zip(
-        reference.blocks(),
-        other.flatten(0, 1).split(chain.rows_in_flight()),
-        next_ids.flatten().split(chain.rows_in_flight()),
-        strict=True,
-    )
-    for (log_p, top), other_rows, targets in rows:  # [rows, vocab_size], [rows]; [rows, hidden_size]; [rows]
-        log_q = chain.logits(other_rows).log_softmax(dim=-1)
-        difference = log_q - log_p
-        p = log_p.exp()
-        near = p * (torch.expm1(difference) - difference)
-        terms = torch.where(difference < 1.0, near, log_q.exp() - p - p * difference)
-        kl.append(terms.sum(dim=-1, dtype=torch.float64))
-        agree.append((top == log_q.argmax(dim=-1)).double())
-        targets = targets.to(log_q.device)
-        picked = log_q.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1).double()
-        nll.append(torch.where(targets >= 0, -picked, torch.nan))
-    return TokenScores(*(torch.cat(parts).cpu().reshape(shape) for parts in (kl, agree, nll)))
+    first = 0
+    next_ids = next_ids.flatten()
+    for exact, logits in _rows_of_both(head, reference, other):
+        targets = next_ids[first : first + len(logits)].to(logits.device)
+        first += len(logits)
+        row_kl, log_sum = _divergence(exact, logits)
+        kl.append(row_kl)
+        agree.append((exact.top == logits.argmax(dim=-1)).double())
+        picked = logits.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1).double()
+        nll.append(torch.where(targets >= 0, log_sum - picked, torch.nan))
+    return TokenScores(*(torch.cat(parts).cpu().reshape(other.shape[:2]) for parts in (kl, agree, nll)))
+
+
+@torch.no_grad()
+def divergence(head: LogitSource, reference: Reference, other: Tensor) -> Tensor:
+    """The KL alone of final hidden states [batch, tokens, hidden_size], as `compare` has it."""
+    parts = [_divergence(exact, logits)[0] for exact, logits in _rows_of_both(head, reference, other)]
+    return torch.cat(parts).cpu().reshape(other.shape[:2])
+
+
+def _rows_of_both(head: LogitSource, reference: Reference, other: Tensor) -> Iterator[tuple[ReferenceRows, Tensor]]:
+    """The reference's rows and the other's logits of as many rows as a core's cache holds."""
+    for block, rows in zip(reference.blocks(), other.flatten(0, 1).split(head.rows_in_flight()), strict=True):
+        logits = head.logits(rows)
+        step = len(logits) if logits.device.type != "cpu" else max(1, CACHED_LOGITS // head.vocab_size)
+        yield from zip(block.split(step), logits.split(step), strict=True)
+
+
+def _divergence(reference: ReferenceRows, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(reference || other), nats, and the logarithm of the sum of the other's exponentials, float64 [rows].
+
+    With p the reference's probabilities and d how far the other's logits, float32 [rows, vocab_size], are from its
+    logits, the divergence is ``log E_p[exp(d - E_p[d])] = log(1 + E_p[exp(y) - 1 - y])`` with ``y = d - E_p[d]``: every
+    term is non-negative, so that the tiny values of 8-bit caches do not drown in cancellation.
+    """
+    p = (reference.logits - reference.log_sum).exp_()
+    total = p.sum(dim=-1, keepdim=True)  # 1 to rounding
+    y = logits - reference.logits
+    mean = torch.mul(p, y).sum(dim=-1, keepdim=True) / total
+    y -= mean
+    if not bool(y.max() < LARGEST_EXPONENT):  # a token that only the other finds likely, or NaN
+        p, y = (reference.logits.double() - reference.log_sum.double()).exp_(), y.double()
+        total = p.sum(dim=-1, keepdim=True)
+    excess = torch.expm1(y).sub_(y).mul_(p).sum(dim=-1, keepdim=True) / total
+    kl = excess.double().log1p()
+    return kl.squeeze(-1), (reference.log_sum.double() + mean + kl).squeeze(-1)
 
 
 def following(input_ids: Tensor, start: int) -> Tensor:

@@ -35,22 +35,29 @@ class RowSample:
 def sample_rows(importance: Tensor, start: int, generator: torch.Generator) -> RowSample:
     """Draw one token of `TOKENS_PER_SAMPLE`, `MIN_ROWS` at least, with chances in proportion to their importance.
 
-    Systematic sampling: evenly spaced points on the running sum of the chances, so that tokens are drawn all along the
-    sequence and never twice. What would have a chance above one is taken for certain. Sums over the drawn tokens,
-    each times its weight, are without bias (Horvitz and Thompson, 1952), and vary least for what goes with the
-    importance.
-
     The importance, [tokens] of the scored ones from `start` on, is at least 0 and finite. If all are 0, all are alike.
     """
-    importance = importance.detach().to("cpu", torch.float64)
     population = len(importance)
     rows = min(population, max(MIN_ROWS, population // TOKENS_PER_SAMPLE))
     if rows == population:
         return RowSample(torch.arange(start, start + population), torch.ones(population), population)
-    chances = _chances(importance, rows)
-    points = torch.arange(rows, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)
-    drawn = torch.searchsorted(chances.cumsum(0), points).clamp_(max=population - 1).unique()
-    return RowSample(start + drawn, (1.0 / chances[drawn]).float(), population)
+    drawn, weights = draw_by_importance(importance, rows, generator)
+    return RowSample(start + drawn, weights, population)
+
+
+def draw_by_importance(importance: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw `number` of many with chances in proportion to their importance, [population], at least 0 and finite.
+
+    Gives their places in ascending order, int64, and one over the chance of each, float32, both [number] on the CPU,
+    or fewer of both where rounding draws one twice. Systematic sampling: evenly spaced points on the running sum of
+    the chances, so that places are drawn all along the population. What would have a chance above one is taken for
+    certain. Sums over what is drawn, each times its weight, are without bias (Horvitz and Thompson, 1952), and vary
+    least for what goes with the importance.
+    """
+    chances = _chances(importance.detach().to("cpu", torch.float64), number)
+    points = torch.arange(number, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)
+    drawn = torch.searchsorted(chances.cumsum(0), points).clamp_(max=len(chances) - 1).unique()
+    return drawn, (1.0 / chances[drawn]).float()
 
 
 def _chances(importance: Tensor, rows: int) -> Tensor:

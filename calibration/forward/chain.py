@@ -196,10 +196,17 @@ class DecoderChain:
         assert isinstance(result, Tensor)
         return result
 
-    def logits(self, final: Tensor) -> Tensor:
-        """Logits of final hidden states, float32; with the model's own scale and cap."""
-        device = next(iter(self.head.parameters())).device
-        logits: Tensor = self.head(final.to(device)).to(torch.float32)
+    def logits(self, final: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Logits of final hidden states, float32, of all tokens or some; with the model's own scale and cap.
+
+        Some tokens can be asked for where `has_rows_of_tokens`.
+        """
+        final = final.to(self.logits_device)
+        if tokens is None:
+            logits: Tensor = self.head(final).to(torch.float32)
+        else:
+            bias = None if self.head.bias is None else self.head.bias[tokens]
+            logits = nn.functional.linear(final, self.head.weight[tokens], bias).to(torch.float32)
         config = self.model.config.get_text_config(decoder=True)
         if (scale := getattr(config, "logit_scale", None)) is not None:
             logits = logits * scale
@@ -208,6 +215,16 @@ class DecoderChain:
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    @property
+    def logits_device(self) -> torch.device:
+        """The device of the head."""
+        return next(iter(self.head.parameters())).device
+
+    @property
+    def has_rows_of_tokens(self) -> bool:
+        """Whether the head is a plain matrix with a row for each token, at hand."""
+        return type(self.head) is nn.Linear and self.head.weight.device.type != "meta"
 
     @property
     def vocab_size(self) -> int:

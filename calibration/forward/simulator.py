@@ -12,7 +12,8 @@ from kvtuner.calibration.forward.continuation import PROMPT_BYTES, Prompt, promp
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.forward.shared_layers import SharedLayers
-from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, following
+from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, divergence, following
+from kvtuner.calibration.vocabulary_sample import logits_to_compare
 from kvtuner.precision import NO_WINDOW, ExactWindow
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
     from kvtuner.calibration.forward.chain import DecoderChain, LayerCall
+    from kvtuner.calibration.kl import LogitSource
     from kvtuner.quant import QuantSpec
 
 REUSE_BYTES = 1 << 30
@@ -73,6 +75,7 @@ class PreparedBatch:
         prompt: The tokens that run only once.
         embedded: The input of the first layer for the other tokens, [batch, rows, hidden_size].
         calls: The other arguments of the layers, which share one call's tensors.
+        head: The logits over which runs are compared.
         reference: The exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
         shared: The outputs of first layers that configurations may share.
     """
@@ -81,6 +84,7 @@ class PreparedBatch:
     prompt: Prompt
     embedded: Tensor
     calls: Sequence[LayerCall]
+    head: LogitSource
     reference: Reference
     shared: SharedLayers
 
@@ -94,17 +98,27 @@ class Simulator:
     what layers put out under the last configurations.
     """
 
-    def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, *, reuse: bool = False) -> None:
+    def __init__(
+        self,
+        chain: DecoderChain,
+        batches: Iterable[Batch],
+        plan: ReadPlan,
+        *,
+        reuse: bool = False,
+        estimates: bool = False,
+    ) -> None:
         """Measure on `batches`, over each of which the exact model runs when it is first needed.
 
         With `reuse` the first layers that a configuration has in common with one that was measured do not run again;
-        the results are the same. It takes up to `REUSE_BYTES`.
+        the results are the same. It takes up to `REUSE_BYTES`. With `estimates` the KL of a model whose vocabulary is
+        large is estimated from a sample of it, and its other scores are NaN.
         """
         self.chain = chain
         self.plan = plan
         self.num_at_once = num_workers(chain.model)
         self.batches = list(batches)
         self._kept_limit = KEPT_BYTES // len(self.batches)
+        self._estimates = estimates
         self._reuse_limit = REUSE_BYTES // len(self.batches) if reuse else 0
         self._prepared: dict[int, PreparedBatch] = {}
 
@@ -131,8 +145,9 @@ class Simulator:
         before = sum(prompt_bytes(self.chain, other, split) for other in self.batches[:place])
         prompt, trace = run_prompt(self.chain, batch, split, PROMPT_BYTES - before)
         final = trace.final[:, split - prompt.num_tokens :].clone()
-        reference = Reference(self.chain, final, self._kept_limit)
-        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(self._reuse_limit))
+        head = logits_to_compare(self.chain, final, batch.index) if self._estimates else self.chain
+        reference, shared = Reference(head, final, self._kept_limit), SharedLayers(self._reuse_limit)
+        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, head, reference, shared)
 
     def measure(
         self,
@@ -149,6 +164,9 @@ class Simulator:
 
         def score(item: PreparedBatch) -> TokenScores:
             final = self._final(item, layers)
+            if item.head is not self.chain:
+                kl = divergence(item.head, item.reference, final)
+                return TokenScores(kl, torch.full_like(kl, torch.nan), torch.full_like(kl, torch.nan))
             return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
 
         parts = []
