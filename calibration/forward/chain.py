@@ -205,6 +205,7 @@ class DecoderChain:
         if tokens is None:
             logits: Tensor = self.head(final).to(torch.float32)
         else:
+            assert isinstance(self.head, nn.Linear)
             bias = None if self.head.bias is None else self.head.bias[tokens]
             logits = nn.functional.linear(final, self.head.weight[tokens], bias).to(torch.float32)
         config = self.model.config.get_text_config(decoder=True)

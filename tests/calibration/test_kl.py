@@ -66,13 +66,13 @@ def test_scores_are_those_of_float64_however_rows_are_cut(rows: int) -> None:
 
 def test_log_probabilities_that_are_kept_change_nothing() -> None:
     reference, other, computed, found = random_logits(2, 4, 50), random_logits(2, 4, 50, seed=1), [], []
-    for limit in (2 * 4 * 50 * 4, 2 * 4 * 50 * 4 - 1):
+    for limit in (2 * 4 * 50 * 4, 2 * 4 * 50 * 4 - 1, 599):
         chain = LogitsChain(3)
         exact = Reference(chain, reference, limit)
         scores = [compare(chain, exact, other, following(IDS, 0)) for _ in range(2)]
         computed.append(chain.computed)
         found += scores
-    assert computed == [3 * 8, 4 * 8]
+    assert computed == [3 * 8, 6 + 2 * (2 + 8), 4 * 8]
     for scores in found:
         assert torch.equal(scores.kl, found[0].kl)
         assert torch.equal(scores.agree, found[0].agree)
