@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
-from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_sequences
 from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, divergence
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
@@ -217,9 +217,10 @@ class _Measurement:
         """Measure and journal what the journal lacks of some items."""
         for place in [place for place in self.runs if place not in {place for place, _ in items}]:
             del self.runs[place]
-        for place in dict.fromkeys(place for place, _ in items):
-            if place not in self.runs:
-                self.runs[place] = self._run_exactly(self.batches[place], KEPT_BYTES // len(items))
+        places = [place for place in dict.fromkeys(place for place, _ in items) if place not in self.runs]
+        limit = KEPT_BYTES // len(items)
+        runs = run_sequences(self.chain.model, lambda place: self._run_exactly(self.batches[place], limit), places)
+        self.runs.update(zip(places, runs, strict=True))
         missing = [(place, candidate) for place, layer in items for candidate in self._missing((place, layer))]
 
         def kl_sum(work: tuple[int, Candidate]) -> float | None:
@@ -231,7 +232,7 @@ class _Measurement:
         at_once = num_workers(self.chain.model)
         for first in range(0, len(missing), at_once):
             together = missing[first : first + at_once]
-            measured = zip(together, run_in_parallel(kl_sum, together, at_once), strict=True)
+            measured = zip(together, run_sequences(self.chain.model, kl_sum, together), strict=True)
             self.journal.append(
                 *({**asdict(c), "batch": self.batches[place].index, "kl_sum": kl} for (place, c), kl in measured)
             )

@@ -48,6 +48,7 @@ class ModelSource:
         dtype: ``auto`` (the checkpoint's on a GPU, float32 on a CPU) or a torch dtype's name.
         trust_remote_code: run code that comes with the checkpoint.
         context_length: tokens that will be served; the configuration's maximum by default.
+        stream: leave the decoder layers in the model's files, and load each when it is needed.
     """
 
     model: str
@@ -56,6 +57,7 @@ class ModelSource:
     dtype: str = "auto"
     trust_remote_code: bool = False
     context_length: int | None = None
+    stream: bool = False
 
     @property
     def path(self) -> str:
@@ -116,9 +118,11 @@ class LoadedModel:
     @property
     def weights_sha256(self) -> str:
         """Fingerprint of the weights."""
+        from kvtuner.calibration.forward.streamed_layers import streamed_layers_of
         from kvtuner.calibration.weights_hash import fingerprint  # brings torch, which names and shapes do not need
 
-        return fingerprint(self.model.state_dict())
+        streamed = streamed_layers_of(self.model)
+        return fingerprint(self.model.state_dict(), None if streamed is None else streamed.read)
 
     @property
     def dtype_name(self) -> str:
@@ -207,7 +211,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     shape = shape or read_shape(source)
     tokenizer = load_tokenizer(source)
     with _quiet_transformers():
-        model = _load_weights(source, shape.config)
+        model = _load_weights(source, shape)
         model.eval().requires_grad_(False)
         name = type(model).__name__
         if model._can_set_attn_implementation():
@@ -242,10 +246,14 @@ def _from_pretrained(kind: Any, source: ModelSource) -> Any:
             raise _unknown(source, error) from error
 
 
-def _load_weights(source: ModelSource, config: PretrainedConfig) -> PreTrainedModel:
+def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
     import torch
 
-    is_quantized = getattr(config, "quantization_config", None) is not None
+    from kvtuner.calibration.forward.streamed_model import load_streamed, refuse_streaming
+
+    if source.stream:
+        refuse_streaming(shape.config, source.model)
+    is_quantized = getattr(shape.config, "quantization_config", None) is not None
     placement, dtype = _placement(source.device), _dtype(source, torch.cuda.is_available())
     device_map = _device_map(placement)
     if is_quantized and device_map is None and placement != "cpu":
@@ -253,18 +261,19 @@ def _load_weights(source: ModelSource, config: PretrainedConfig) -> PreTrainedMo
             f"{source.model} is quantized, and such weights are loaded to {placement} by accelerate alone;"
             " pip install accelerate"
         )
+    auto_class = auto_class_of(shape.config, source.model)
+    given: dict[str, Any] = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, "dtype": dtype}
     try:
-        loaded: Any = auto_class_of(config, source.model).from_pretrained(
-            source.path,
-            revision=source.revision,
-            trust_remote_code=source.trust_remote_code,
-            dtype=dtype,
-            device_map=device_map,
-            output_loading_info=True,
-        )
-        model: PreTrainedModel = loaded[0]
-        if device_map is None and placement != "cpu":
-            model.to(torch.device(placement))  # type: ignore[arg-type]  # transformers' decorator hides the signature
+        if source.stream:
+            place = "cuda:0" if placement == "auto" else placement
+            model, info = load_streamed(auto_class, source.path, shape.config, len(shape.cache.layers), place, **given)
+        else:
+            given |= {"device_map": device_map, "output_loading_info": True}
+            model, info = auto_class.from_pretrained(source.path, **given)
+            if device_map is None and placement != "cpu":
+                model.to(torch.device(placement))
+    except UnsupportedModelError:
+        raise
     except torch.cuda.OutOfMemoryError as error:
         raise UnsupportedModelError(
             f"{source.model} does not fit into the GPU's free memory; free some, or give --device auto with accelerate"
@@ -272,7 +281,7 @@ def _load_weights(source: ModelSource, config: PretrainedConfig) -> PreTrainedMo
         ) from error
     except Exception as error:
         raise _unknown(source, error) from error
-    if missing := sorted(loaded[1]["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise UnsupportedModelError(
             f"{source.model} lacks {len(missing)} weights that its configuration asks for, such as {missing[0]}"
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_sequences
 from kvtuner.calibration.transform_statistics import LayerSums, constants_of, sums_of_batch
 from kvtuner.journal import Journal
 from kvtuner.workers.work_queue import WorkQueue
@@ -46,7 +46,7 @@ def shared_constants(
     def measure(batch: Batch) -> dict[str, Any]:
         return {"layers": [_encoded(sums) for sums in sums_of_batch(chain, batch)]}
 
-    work = _BatchWork(folder, STATISTICS, identity, num_workers(chain.model))
+    work = _BatchWork(folder, STATISTICS, identity, chain.model)
     records = work.finish(batches, measure, lambda batch: on_tokens(batch.num_tokens))
     return constants_of(chain.geometry, (list(map(_decoded, record["layers"])) for record in records))
 
@@ -71,7 +71,7 @@ def shared_candidates(
     def tell_rest(batch: Batch) -> None:
         on_tokens(batch.num_tokens * measurement.chain.geometry.num_layers - told.get(batch.index, 0))
 
-    work = _BatchWork(folder, CANDIDATES, identity, num_workers(measurement.chain.model))
+    work = _BatchWork(folder, CANDIDATES, identity, measurement.chain.model)
     for record in work.finish(batches, measure, tell_rest):
         measurement.merge_record(record)
 
@@ -83,7 +83,7 @@ class _BatchWork:
     folder: RunFolder
     kind: str
     identity: str
-    at_once: int
+    model: torch.nn.Module
 
     def finish(
         self,
@@ -96,7 +96,7 @@ class _BatchWork:
 
         def measure_all(places: Sequence[int]) -> None:
             taken = [batches[place] for place in places]
-            for batch, record in zip(taken, run_in_parallel(measure, taken, self.at_once), strict=True):
+            for batch, record in zip(taken, run_sequences(self.model, measure, taken), strict=True):
                 journal.append({"batch": batch.index, **record})
 
         def record_of(place: int) -> Mapping[str, Any] | None:
@@ -109,7 +109,7 @@ class _BatchWork:
             refresh=journal.refresh,
             is_done=lambda place: record_of(place) is not None,
             measure=measure_all,
-            at_once=self.at_once,
+            at_once=num_workers(self.model),
         ).finish(range(len(batches)), on_done=lambda place: on_done(batches[place]))
         return [record for record in map(record_of, range(len(batches))) if record is not None]
 

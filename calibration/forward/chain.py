@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
+from kvtuner.calibration.forward.decoder_layers import find_decoder_layers
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+from kvtuner.calibration.forward.streamed_layers import on_disk, streamed_layers_of
 from kvtuner.errors import KVTunerError, NonFiniteActivationError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
@@ -97,7 +99,11 @@ class DecoderChain:
         """Whether tokens depend on earlier ones by more than their keys and values."""
         self.name = type(model).__name__
         self.count = ForwardCount()
-        self.decoder, self.layers = self._find_layers()
+        found = find_decoder_layers(model, len(self.cache.layers))
+        if found is None:
+            raise UnsupportedModelError(f"{self.name} has no list of {len(self.cache.layers)} decoder layers")
+        self.decoder, self.layers = found[0], list(found[1])
+        self._streamed = streamed_layers_of(model)
         head = model.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
@@ -116,15 +122,6 @@ class DecoderChain:
         """The device that token ids must be on."""
         return next(iter(self.model.get_input_embeddings().parameters())).device
 
-    def _find_layers(self) -> tuple[nn.Module, list[nn.Module]]:
-        """The decoder and its layers: the outermost module that has a list of so many."""
-        wanted = len(self.cache.layers)
-        for module in self.model.get_decoder().modules():
-            for child in module.children():
-                if isinstance(child, nn.ModuleList) and len(child) == wanted:
-                    return module, list(child)
-        raise UnsupportedModelError(f"{self.name} has no list of {wanted} decoder layers")
-
     @torch.no_grad()
     def trace(self, input_ids: Tensor, position_ids: Tensor, hook: AttentionHook | None = None) -> Trace:
         """Run the whole decoder once, keeping the residual stream; ids and positions are [batch, tokens].
@@ -136,11 +133,13 @@ class DecoderChain:
         calls: list[LayerCall] = []
         thread = get_ident()
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             if get_ident() != thread:  # another sequence of this model, which runs beside
                 return
+            assert kwargs is not None  # torch leaves it out where another thread has just removed its hook
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            residual.append(args[0] if args else kwargs["hidden_states"])
+            hidden = args[0] if args else kwargs["hidden_states"]
+            residual.append(hidden if self._streamed is None else on_disk(hidden))
             calls.append(LayerCall(args[1:], rest))
 
         handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
@@ -179,6 +178,8 @@ class DecoderChain:
 
     def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer; gradients flow if they are enabled."""
+        if self._streamed is not None:
+            hidden = hidden.to(self._streamed.device)
         output = self.layers[layer_id](hidden, *call.args, **call.kwargs)
         self.count.add(hidden.shape[0] * hidden.shape[1])
         result = output[0] if isinstance(output, tuple) else output

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from kvtuner.calibration.forward.streamed_layers import SEQUENCES_AT_ONCE, streamed_layers_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -22,11 +24,27 @@ Result = TypeVar("Result")
 
 
 def num_workers(model: torch.nn.Module) -> int:
-    """The number of sequences of `model` to run at once: as many as torch may use threads, one unless it is small."""
+    """The number of sequences of `model` to run at once: as many as torch may use threads, one unless it is small.
+
+    Many of a model that is streamed, which pass each layer together.
+    """
+    if streamed_layers_of(model) is not None:
+        return SEQUENCES_AT_ONCE
     tensors = [*model.parameters(), *model.buffers()]  # quantized weights are buffers
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return 1
     return min(torch.get_num_threads(), MAX_WORKERS) if sum(map(torch.numel, tensors)) < SMALL_MODEL else 1
+
+
+def run_sequences(model: torch.nn.Module, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    """Results of `work`, which runs a model, in the order of `items`, as many at once as the model should run.
+
+    Otherwise as `run_in_parallel`; sequences of a model that is streamed take turns.
+    """
+    streamed = streamed_layers_of(model)
+    if streamed is not None:
+        return streamed.run_together(work, items)
+    return run_in_parallel(work, items, num_workers(model))
 
 
 def run_in_parallel(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, Prompt, prompt_bytes, run_prompt
-from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_sequences
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.forward.shared_layers import SharedLayers
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, divergence, following
@@ -135,7 +135,7 @@ class Simulator:
         """
         places = range(len(self.batches)) if places is None else places
         missing = [place for place in places if place not in self._prepared]
-        for place, item in zip(missing, run_in_parallel(self._prepare, missing, self.num_at_once), strict=True):
+        for place, item in zip(missing, run_sequences(self.chain.model, self._prepare, missing), strict=True):
             self._prepared[place] = item
         return [self._prepared[place] for place in places]
 
@@ -171,7 +171,7 @@ class Simulator:
 
         parts = []
         items = self.prepare(places)
-        for item, part in zip(items, run_in_parallel(score, items, self.num_at_once), strict=True):
+        for item, part in zip(items, run_sequences(self.chain.model, score, items), strict=True):
             parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)

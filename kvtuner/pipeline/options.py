@@ -185,6 +185,9 @@ class CalibrateOptions:
         group="workers",
         type=positive,
     )
+    stream: bool = option(
+        False, "leave the model's layers in its files and load one after another; for models that do not fit in memory"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

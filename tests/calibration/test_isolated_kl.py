@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration import isolated_kl as isolated
+from kvtuner.calibration.forward import parallel_sequences
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import (
@@ -175,6 +176,7 @@ def test_several_sequences_at_once_give_the_same_numbers_and_one_interrupted_for
     chain, batches, constants = setting
     whole = kl_of(chain, batches, RunFolder(tmp_path / "alone"), constants=constants)
     monkeypatch.setattr(isolated, "num_workers", lambda _: 2)
+    monkeypatch.setattr(parallel_sequences, "num_workers", lambda _: 2)
     folder = RunFolder(tmp_path / "together")
     finish, finished = chain.finish, itertools.count(1)
 
@@ -355,6 +357,7 @@ def test_memory_grows_with_depth_by_the_residual_stream_and_the_prompts_keys_and
     # Two sequences in flight: in one batch, or side by side with keys as wide as the residual stream.
     if is_wide := num_heads > 1:
         monkeypatch.setattr(isolated, "num_workers", lambda _: 2)
+    monkeypatch.setattr(parallel_sequences, "num_workers", lambda _: 1)  # peaks are those of this thread
     tokens, width, peaks = 32, 1024, {}
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 16}
     for depth in (3, 12):

@@ -182,7 +182,7 @@ def measure_sensitivity(
     if options.measurement.three_bits and not measurement.quant.three_bits:
         say(f"3 bits are not measured: {why_no_three_bits(options.measurement, shape)}")
     say("loading the model ...")
-    loaded = load_model(model_source(options.model), shape)
+    loaded = load_model(replace(model_source(options.model), stream=options.stream), shape)
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
     phases = Phases(bench, folder, progress=ForwardProgress(ahead))
