@@ -114,9 +114,15 @@ def search_sentences(plan: CapacityPlan) -> list[str]:
     )
     if cost.memory_bytes > plan.server.memory_mib * MIB:
         if plan.options.tp_size * plan.options.pp_size > 1:
-            memory += "; more than one of these GPUs has: install accelerate, which spreads the model over all"
+            memory += (
+                "; more than one of these GPUs has: install accelerate, which spreads the model over all, or search with"
+                " --stream, which reads one layer after another"
+            )
         else:
-            memory += "; more than this GPU has: search on one with more memory, or on several with accelerate"
+            memory += (
+                "; more than this GPU has: search with --stream, which reads one layer after another, on a GPU with more"
+                " memory, or on several with accelerate"
+            )
     return [
         f"It runs at most {count(cost.forward_tokens)} tokens through the model, of which each meets"
         f" {count(cost.parameters)} parameters.",

@@ -208,4 +208,4 @@ def test_a_search_that_a_gpu_cannot_hold_says_what_to_do_with_the_gpus_that_ther
     # The weights alone are what a search loads, whatever the ranks.
     plan = replace(plan, search=SearchCost(1, 1, None, 24 * GIB, 0))
     text = " ".join(search_sentences(plan))
-    assert advice in text and "accelerate" in text
+    assert advice in text and "accelerate" in text and "--stream" in text
