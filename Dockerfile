@@ -12,7 +12,7 @@ RUN export PIP_BREAK_SYSTEM_PACKAGES=1 \
     && rm -rf build *.egg-info /tmp/image.txt
 # Away from the checkout, so that the installed package is what is imported.
 WORKDIR /workspace
-RUN python3 -c "from kvtuner.runtime_loader.sglang.compat.processes import check_version; check_version()"
+RUN python3 -c "from kvtuner.runtime_loader.sglang.compat.releases import release_rules; release_rules()"
 
 EXPOSE 30000
 ENTRYPOINT ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", "30000"]

@@ -2,19 +2,31 @@ PYTHON ?= python
 BIN = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 # Tiny models run faster on one thread, above all beside other work: a process for each core instead.
 WORKERS ?= auto
+# An older SGLang that is accepted, in a folder of its own, and the tests that ran on it.
+SGLANG ?= 0.5.22
+SGLANG_TESTS = $(addprefix tests/sglang/, test_agreement.py test_fork_server.py test_plugin.py test_pool.py test_refusals.py \
+	features) tests/runtime_loader/sglang/compat
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # What README's results table is made from: the demo model's servers on a processor.
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
+.PHONY: check test test-sglang test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not full and not gpu" tests
 
 test: lint ## what CI runs
 	$(PYTEST) -m "not gpu and not full" tests
+
+test-sglang: .releases/sglang/$(SGLANG) ## the tests of servers on an older SGLang: make test-sglang SGLANG=0.5.22
+	PYTHONPATH=$(abspath $<)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m "not gpu and not full" $(SGLANG_TESTS)
+
+.releases/%:
+	rm -rf $@.part
+	$(PYTHON) -m pip install --quiet --no-deps --target $@.part $(subst /,==,$*)
+	mv $@.part $@
 
 test-full: lint ## everything, each server with processes of its own; a machine with a GPU runs the gpu tests too
 	KVTUNER_TESTS_FORK=0 $(PYTEST) tests

@@ -13,13 +13,13 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of
 from kvtuner.runtime_loader.sglang.compat.processes import (
-    check_version,
     decide,
     on_ready,
     on_resolution,
     on_scheduler,
     resolved,
 )
+from kvtuner.runtime_loader.sglang.compat.releases import release_rules
 from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest, identity_of_model
 from kvtuner.runtime_loader.sglang.option_rules import (
     BACKENDS,
@@ -40,7 +40,7 @@ logger: Final = logging.getLogger("kvtuner")
 
 def activate(request: ServingRequest) -> None:
     """Prepare this process, a launcher or a scheduler, to serve a request."""
-    check_version()
+    release_rules()
     loaded, state = LoadedRequest.of(request), process_state()
     state.hook_once("resolution", lambda: on_resolution(_choose_backend, _check))
     state.hook_once("scheduler", lambda: on_scheduler(_start_scheduler, _of_replicas))
@@ -128,7 +128,7 @@ def _check(server_args: Any) -> None:
 
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:
-    refuse_flags(arguments, hicache_only=request.hicache_only)
+    refuse_flags(arguments, hicache_only=request.hicache_only, release=release_rules())
     if arguments.enable_lmcache:
         check_lmcache()
     if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:

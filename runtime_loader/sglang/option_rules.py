@@ -38,6 +38,22 @@ class OptionRule:
         return self.set_by or f"--{self.name.replace('_', '-')}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReleaseRules:
+    """The differences of a release of SGLang from the newest that is accepted.
+
+    Attributes:
+        absent: The options of rules, and the methods of its pool that ours overrides, which it does not have.
+        refused: The rules of what does not work with it.
+    """
+
+    absent: frozenset[str] = frozenset()
+    refused: tuple[OptionRule, ...] = ()
+
+
+NOTHING_SPECIAL: Final = ReleaseRules()
+"""The newest release's."""
+
 OFF: Final = (None, False, "", "none", "null")
 
 _OFF_BY_REASON: Final = {
@@ -50,7 +66,9 @@ _OFF_BY_REASON: Final = {
     "it writes into the pool's buffers": ("kv_canary",),
     "there would be no cache": ("prefill_only_disable_kv_cache", "is_embedding", "encoder_only"),
     "diffusion models read their cache in another order": ("dllm_algorithm",),
-    "its kernel reads fresh keys from the pool": ("enable_deterministic_inference",),
+    "answers would still depend on others, by the splits of a batch and by prefixes that come back quantized": (
+        "enable_deterministic_inference",
+    ),
     "its kernels read a bf16 pool": ("enable_nvidia_megakernel", "enable_amd_monokernel"),
     "it shares pages with servers of other profiles": ("enable_unified_cache_external_linker",),
     "its actors do not load plugins": ("use_ray",),
@@ -183,7 +201,13 @@ VARIABLES: Final = {
 }
 
 
-def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hicache_only: bool = False) -> None:
+def refuse_flags(
+    arguments: Any,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    hicache_only: bool = False,
+    release: ReleaseRules = NOTHING_SPECIAL,
+) -> None:
     """Refuse an option or variable that packed rows, on the device or below it alone, do not work with."""
     what = "a quantized host tier" if hicache_only else "a packed KV pool"
     if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
@@ -191,7 +215,8 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
             f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA, on a"
             " processor (examples/sglang_on_cpu), and on the transformers host; drop --kvtuner-profile"
         )
-    rules = [rule for rule in (*BACKENDS, *RULES) if not (hicache_only and rule.of_attention)]
+    every_rule = (rule for rule in (*BACKENDS, *RULES) if rule.name not in release.absent)
+    rules = [rule for rule in (*every_rule, *release.refused) if not (hicache_only and rule.of_attention)]
     if getattr(arguments, "enable_hierarchical_cache", None):
         rules += HICACHE_RULES
     elif hicache_only:

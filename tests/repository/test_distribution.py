@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import kvtuner
 from kvtuner.cli import main
+from kvtuner.runtime_loader.sglang.compat.releases import ACCEPTED, NEWEST
 from tools.make_platform_wheels import MACHINES
 
 if TYPE_CHECKING:
@@ -57,22 +59,18 @@ def steps(workflow: Path = WORKFLOW_FILE) -> Iterator[dict[str, Any]]:
         yield from job["steps"]
 
 
-def release_of_sglang() -> str:
-    """`TESTED` as its module says it, which only imports where SGLang is installed."""
-    text = (ROOT / "runtime_loader" / "sglang" / "compat" / "processes.py").read_text(encoding="utf-8")
-    return re.findall(r'^TESTED: Final = "(.+)"$', text, re.MULTILINE)[0]
-
-
 def test_every_place_names_the_release_of_sglang_that_tests_run_on() -> None:
-    tested = release_of_sglang()
     assert re.findall(r"^ARG SGLANG_VERSION=(.+)\nFROM lmsysorg/sglang:v\$\{SGLANG_VERSION\}$", DOCKERFILE, re.M) == [
-        tested
+        NEWEST
     ]
     extra = [Requirement(text) for text in PROJECT["optional-dependencies"]["sglang"]]
-    assert [tested in requirement.specifier for requirement in extra if requirement.name == "sglang"] == [True]
+    (accepted,) = (requirement.specifier for requirement in extra if requirement.name == "sglang")
+    first, last = (Version(release).micro for release in (min(ACCEPTED, key=Version), NEWEST))
+    found = {f"0.5.{micro}" for micro in range(first - 2, last + 3) if f"0.5.{micro}" in accepted}
+    assert found == set(ACCEPTED) and Version(NEWEST) == max(map(Version, ACCEPTED))
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "requirements-sglang-cpu.txt", WORKFLOW_FILE]
     for page in pages:
-        assert set(re.findall(r"sglang==([\d.]+\d)", page.read_text(encoding="utf-8"))) == {tested}, page.name
+        assert set(re.findall(r"sglang==([\d.]+\d)", page.read_text(encoding="utf-8"))) == {NEWEST}, page.name
 
 
 def test_the_image_takes_what_a_wheel_is_built_from() -> None:
@@ -131,12 +129,14 @@ def test_the_objects_of_the_kubernetes_example_name_each_other() -> None:
     assert container["image"].endswith(f":{kvtuner.__version__}")
 
 
-def test_ci_runs_both_targets_by_the_commands_of_contributing() -> None:
+def test_ci_runs_its_targets_by_the_commands_of_contributing() -> None:
     workflow = read_yaml(WORKFLOW_FILE)
     assert {"push", "pull_request"} == set(workflow[True]), "YAML 1.1 reads the key `on` as true"
     assert workflow["permissions"] == {"contents": "read"}
     (job,) = workflow["jobs"].values()
-    assert job["strategy"]["matrix"]["target"] == ["check", "test"]
+    assert job["strategy"]["matrix"]["target"] == ["check", "test", "test-sglang"]
+    older = re.findall(r"^SGLANG \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*older, NEWEST} == set(ACCEPTED), "a job for each accepted release"
     commands = [step["run"] for step in steps() if "run" in step]
     setup = re.findall(r"```sh\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     installs = [line.partition("  #")[0] for line in setup.splitlines() if line.startswith("pip install")]

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
+from kvtuner.runtime_loader.sglang.compat.releases import release_rules
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 from kvtuner.transforms import TransformKind
 
@@ -67,6 +68,24 @@ def sglang_is_installed() -> None:
         importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         pytest.fail("install SGLang as the README's test block does, or leave these out: -m 'not sglang'")
+
+
+def _unless_refused(option: str) -> None:
+    for rule in release_rules().refused:
+        if rule.name == option:
+            pytest.skip(f"{rule.flag} is refused with this SGLang: {rule.reason}")
+
+
+@pytest.fixture(scope="session")
+def drafts_work() -> None:
+    """Skip where the installed SGLang is too old for drafts."""
+    _unless_refused("speculative_algorithm")
+
+
+@pytest.fixture(scope="session")
+def replicas_work() -> None:
+    """Skip where the installed SGLang is too old for replicas."""
+    _unless_refused("dp_size")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import fork_server
@@ -16,6 +18,7 @@ from sglang_server import environment
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixture_types import RunProgram
     from sglang_server import Programs
 
 PROGRAM = """
@@ -41,6 +44,12 @@ def test_a_program_ends_with_all_that_it_started_once_its_starter_is_gone(progra
     process.close()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+
+
+def test_programs_run_the_sglang_that_tests_found(run_program: RunProgram) -> None:
+    where = "from importlib.metadata import version; import sglang; print(version('sglang'), sglang.__file__)"
+    done = run_program("-c", where)
+    assert done.stdout.split() == [version("sglang"), find_spec("sglang").origin]
 
 
 def test_imports_that_take_too_long_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

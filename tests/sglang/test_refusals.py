@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.precision import ExactWindow
+from kvtuner.runtime_loader.sglang.compat.releases import release_rules
 from kvtuner.runtime_loader.sglang.option_rules import refuse_flags
 from kvtuner.runtime_loader.sglang.request import ServingRequest, Uniform, add_flags, request_of_flags
 
@@ -89,17 +90,57 @@ def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Re
     assert line.startswith("--hicache-mem-layout page_head does not work with a packed KV pool: it splits pages by")
 
 
+def test_deterministic_inference(tiny: Path, refused: Refused, fitting: Path) -> None:
+    asked = ("--enable-deterministic-inference", "--attention-backend", "triton")  # SGLang has none on a processor
+    for flags in ((), ("--enable-hierarchical-cache", "--kvtuner-hicache-only")):
+        line = refused(tiny, "--kvtuner-profile", str(fitting), *asked, *flags)
+        what = "a quantized host tier" if flags else "a packed KV pool"
+        assert line.startswith(
+            f"--enable-deterministic-inference does not work with {what}: answers would still depend"
+        )
+        assert line.endswith("drop it")
+
+
+def test_a_model_that_reads_pictures_and_was_never_tried(
+    refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+        },
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    )  # fmt: skip
+    config.architectures = ["Qwen2VLForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    line = refused(tmp_path, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
+    assert line.startswith("Qwen2VLForConditionalGeneration reads more than text")
+    assert "Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration alone" in line
+    assert line.endswith("serve it without a profile")
+
+
 def test_adapters_where_nothing_may_differ_from_what_was_measured(tiny: Path, refused: Refused, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), "--kvtuner-strict", "--lora-paths", "one=/adapter")
     assert line.startswith("the profile was measured without adapters (LoRA); drop --enable-lora and --lora-paths")
 
 
+@pytest.mark.usefixtures("drafts_work")
 def test_adapters_beside_what_was_never_tried_with_them(tiny: Path, refused: Refused, fitting: Path) -> None:
     flags = ("--lora-paths", "one=/adapter", "--speculative-algorithm", "NGRAM")
     line = refused(tiny, "--kvtuner-profile", str(fitting), *flags)
     assert line.startswith("--speculative-algorithm NGRAM does not work with LoRA on a packed KV pool")
     line = refused(tiny, "--kvtuner-profile", str(fitting), *flags[:2], "--enable-hierarchical-cache")
     assert line.startswith("--enable-hierarchical-cache does not work with LoRA on a packed KV pool")
+
+
+def test_what_this_release_of_sglang_cannot_do(tiny: Path, refused: Refused, fitting: Path) -> None:
+    asked = {"dp_size": "2", "speculative_algorithm": "NGRAM"}
+    for rule in release_rules().refused:
+        line = refused(tiny, "--kvtuner-profile", str(fitting), rule.flag, asked[rule.name])
+        assert line.startswith(f"{rule.flag} {asked[rule.name]} does not work with a packed KV pool: {rule.reason};")
+        assert line.endswith(rule.remedy)
 
 
 def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: Refused, fitting: Path) -> None:
@@ -324,6 +365,7 @@ def test_the_seeds_flags_ask_for_what_they_say() -> None:
     assert ServingRequest.from_environment(by_variables) == ServingRequest("/p", hicache_only=True)
 
 
+@pytest.mark.usefixtures("drafts_work")
 def test_drafts_beside_an_exact_window(
     tiny: Path, refused: Refused, profile_of: ProfileOf, save_profile: SaveProfile
 ) -> None:

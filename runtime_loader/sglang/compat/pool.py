@@ -18,6 +18,7 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool
 from kvtuner.runtime_loader.sglang.compat.disaggregation import slots_in_transfer
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
+from kvtuner.runtime_loader.sglang.compat.releases import release_rules
 from kvtuner.runtime_loader.sglang.compat.speculation import check_draft_pool, draft_bytes_per_token
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -98,8 +99,10 @@ def on_pool(
             most = most_requests(self, token_capacity)
         return slots if most is None else min(slots, most)
 
+    absent = release_rules().absent
     for name, parameters in _OVERRIDDEN.items():
-        check_leading(f"{_POOL}.{name}", "self", *parameters)
+        if name not in absent:
+            check_leading(f"{_POOL}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
     install(f"{_CONFIGURATOR}.resolve_max_num_reqs", limited, AROUND, "token_capacity")

@@ -1,33 +1,19 @@
-"""SGLang's processes: a release that fits, flags, resolved arguments, and a scheduler that says what it is."""
+"""SGLang's processes: flags, resolved arguments, and a scheduler that says what it is."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, install, is_applied
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
-TESTED: Final = "0.5.23"
-
 _CONTROLLER: Final = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
-
-
-def check_version() -> None:
-    """Refuse a release of SGLang that was never tested."""
-    installed = version("sglang")
-    if installed.partition("+")[0].partition(".post")[0] != TESTED:
-        raise ServingError(
-            f"this kvtuner serves with sglang {TESTED}, but {installed} is installed; install that one, or a"
-            " newer kvtuner"
-        )
 
 
 def on_flags(add: Callable[[ArgumentParser], None], parsed: Callable[[Namespace], None]) -> None:

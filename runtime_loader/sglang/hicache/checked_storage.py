@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 STORAGES: Final = ("file", "juicefs", "mooncake", "dynamic")
 """Backends that pages of this kind were tried with; `dynamic` is the user's own."""
+_3FS: Final = "takes keys for as long as values, or puts pages into the host pool before they can be checked"
 FILE_VARIABLE: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 JUICEFS_FOLDER: Final = "kvtuner-hicache"
 KEY_DIGITS: Final = 24
@@ -57,10 +58,8 @@ def check_storage(backend: str, config: Mapping[str, Any]) -> None:
             " in place of --enable-hierarchical-cache, or --hicache-storage-backend file"
         )
     if backend not in STORAGES:
-        raise ServingError(
-            f"--hicache-storage-backend {backend} was never tried with quantized pages; use one of"
-            f" {', '.join(STORAGES)}"
-        )
+        reason = _3FS if backend == "hf3fs" else "was never tried with quantized pages"
+        raise ServingError(f"--hicache-storage-backend {backend} {reason}; use one of {', '.join(STORAGES)}")
     if backend == "juicefs":
         _juicefs_folder(config)
 

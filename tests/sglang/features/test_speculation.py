@@ -35,7 +35,11 @@ NGRAM = ("--speculative-algorithm", "NGRAM")
 
 @pytest.fixture(scope="module")
 def served(
-    model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile
+    drafts_work: None,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    mixed_layers: MixedLayers,
+    save_profile: SaveProfile,
 ) -> tuple[Path, tuple[str, ...]]:
     """A model, and the flags that serve it by a mixed profile."""
     folder = model_folder("llama-gqa", num_hidden_layers=4)

@@ -354,7 +354,8 @@ objects.objects.clear()
 assert not objects.clear()
 
 # What is refused by name, and SGLang's own host pools, which are left alone.
-for backend in ("nixl", "hf3fs", "eic"):
+refused(lambda: storage.check_storage("hf3fs", {}), "hf3fs takes keys for as long as values", "use one of file")
+for backend in ("nixl", "eic"):
     refused(
         lambda name=backend: storage.check_storage(name, {}), f"--hicache-storage-backend {backend} was never tried"
     )

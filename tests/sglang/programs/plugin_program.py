@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from kvtuner.errors import KVTunerError
 from kvtuner.runtime_loader.sglang import activation
-from kvtuner.runtime_loader.sglang.compat import attention, pool, processes
+from kvtuner.runtime_loader.sglang.compat import attention, pool, releases
 from kvtuner.runtime_loader.sglang.process_state import process_state
 
 CHECK, PROFILE, MODEL = sys.argv[1:]
@@ -58,10 +58,11 @@ def check_that_a_plain_launch_after_one_with_a_profile_is_plain() -> None:
 
 
 def check_that_another_release_is_refused() -> None:
-    processes.version = lambda _: "0.5.24"  # type: ignore[assignment]
+    releases.version = lambda _: "0.5.24"  # type: ignore[assignment]
     line = refusal(parse, "--kvtuner-profile", PROFILE)
     assert line == (
-        "kvtuner: this kvtuner serves with sglang 0.5.23, but 0.5.24 is installed; install that one, or a newer kvtuner"
+        "kvtuner: this kvtuner serves with sglang 0.5.22 or 0.5.23, but 0.5.24 is installed; install one of those, or"
+        " a newer kvtuner"
     )
     parse()  # and does not matter without a profile
 
