@@ -118,8 +118,9 @@ def by_workers(out: Path, counts: list[int], repeats: int) -> list[dict[str, Any
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(repeats):
         for count in counts:
-            begun = time.monotonic()
             folder = out / f"workers{count}-{repeat}"
+            make_model(folder / "model", sizes)
+            begun = time.monotonic()
             search(folder, sizes, "--sequences", "12,12,12", "--workers", str(count))
             seconds[count].append(round(time.monotonic() - begun, 1))
     medians = {count: statistics.median(values) for count, values in seconds.items()}
