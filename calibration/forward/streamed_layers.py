@@ -56,11 +56,13 @@ class _Turns:
         waiting: The layer that each waiting task needs.
         is_busy: Whether a task runs.
         is_ended: Whether tasks are to end.
+        failure: The error of a layer that could not be read.
     """
 
     waiting: dict[int, int | None] = field(default_factory=dict)
     is_busy: bool = False
     is_ended: bool = False
+    failure: Exception | None = None
 
 
 class StreamedLayers:
@@ -128,6 +130,10 @@ class StreamedLayers:
         try:
             futures = [pool.submit(self._run_task, number, work, item) for number, item in enumerate(items)]
             return [future.result() for future in futures]
+        except InterruptedError:
+            if self._turns.failure is not None:
+                raise self._turns.failure from None
+            raise
         finally:
             with self._changed:
                 self._turns.is_ended = True
@@ -153,10 +159,11 @@ class StreamedLayers:
         if number not in turns.waiting:
             turns.waiting[number] = layer
             self._hand_on()
-        while turns.is_busy or turns.waiting[number] not in (None, self._here):
-            if turns.is_ended:
-                raise InterruptedError("the sequences that run together were interrupted")
-            self._changed.wait()
+        self._changed.wait_for(
+            lambda: turns.is_ended or (not turns.is_busy and turns.waiting[number] in (None, self._here))
+        )
+        if turns.is_ended:
+            raise InterruptedError("the sequences that run together were interrupted")
         del turns.waiting[number]
         turns.is_busy = True
 
@@ -171,7 +178,10 @@ class StreamedLayers:
             if not ahead:
                 self._step = -self._step
                 ahead = [layer for layer in wanted if layer is not None]
-            self._load(min(ahead, key=lambda layer: abs(layer - here)))
+            try:
+                self._load(min(ahead, key=lambda layer: abs(layer - here)))
+            except Exception as error:
+                turns.failure, turns.is_ended = error, True
         self._changed.notify_all()
 
     def _load(self, layer: int) -> None:

@@ -113,16 +113,11 @@ def search_sentences(plan: CapacityPlan) -> list[str]:
         " besides activations"
     )
     if cost.memory_bytes > plan.server.memory_mib * MIB:
+        streamed = "search with --stream, which reads one layer after another"
         if plan.options.tp_size * plan.options.pp_size > 1:
-            memory += (
-                "; more than one of these GPUs has: install accelerate, which spreads the model over all, or search with"
-                " --stream, which reads one layer after another"
-            )
+            memory += f"; more than one of these GPUs has: install accelerate, which spreads it over all, or {streamed}"
         else:
-            memory += (
-                "; more than this GPU has: search with --stream, which reads one layer after another, on a GPU with more"
-                " memory, or on several with accelerate"
-            )
+            memory += f"; more than this GPU has: {streamed}, on one with more memory, or on several with accelerate"
     return [
         f"It runs at most {count(cost.forward_tokens)} tokens through the model, of which each meets"
         f" {count(cost.parameters)} parameters.",

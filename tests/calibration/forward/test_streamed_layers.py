@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -134,6 +135,17 @@ def test_the_first_that_fails_decides_and_no_thread_is_left(failing: int, model_
     assert len(
         list(run_sequences(chain.model, lambda batch: chain.trace(batch.input_ids, batch.position_ids), BATCHES))
     )
+
+
+def test_files_that_are_gone_end_all_sequences_with_that_error(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(), folder)
+    chain = streamed_chain(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(run_sequences(chain.model, lambda batch: chain.trace(batch.input_ids, batch.position_ids), BATCHES))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtuner-stream")]
 
 
 def test_tensors_on_disk_are_equal_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
