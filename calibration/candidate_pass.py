@@ -8,26 +8,25 @@ scored on its exact queries, keys and values. Memory is one layer plus the resid
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.attention_hook import hooked
-from kvtuner.calibration.forward.finite_check import check_finite
-from kvtuner.calibration.forward.read_plan import (
-    AttentionCall,
-    ReadPlan,
-    attend,
-    attention_scores,
-    causal_softmax,
-    probabilities,
-    reads_exactly,
+from kvtuner.calibration.forward.exact_part import (
+    ExactPart,
+    exact_part_of,
+    outputs_beside,
+    probabilities_beside,
+    read_values,
 )
+from kvtuner.calibration.forward.finite_check import check_finite
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import ExactWindow, PrecisionPair, Side
+from kvtuner.precision import PrecisionPair, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -179,9 +178,10 @@ class CandidateMeasurement:
             by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
             by_input.append(g_input)
         self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
-        detached = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+        latent = None if call.latent is None else call.latent.detached()
+        detached = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach(), latent=latent)
         # The graph of the whole layer hangs on these: it is freed before 24 candidates are held.
-        del output, attended, call
+        del output, attended, call, latent
         attention_calls.clear()
         with torch.no_grad():
             self._score_layer(layer_id, detached, torch.stack(by_attended), generator)
@@ -196,18 +196,31 @@ class CandidateMeasurement:
             raise NonFiniteActivationError(
                 f"layer {layer_id}: its gradients hold NaN or infinity; try --dtype float32 or bfloat16"
             )
-        keys = dict(self._readings(layer_id, "k", call.k))
-        values = dict(self._readings(layer_id, "v", call.v))
         # Scaled before squaring, so that small gradients do not underflow; only ratios of importance count.
         largest = gradients.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         importance = (gradients / largest).square().sum(dim=(0, 1, 2, -1))
         rows = sample_rows(importance, self.plan.split, generator)
         gradients = gradients[..., (rows.tokens - self.plan.split).to(gradients.device), :]
-        first = 0
-        while first < len(rows.tokens):
-            last = self._end_of_block(call, rows.tokens, first)
-            self._score_rows(layer_id, call, gradients[..., first:last, :], keys, values, rows, slice(first, last))
-            first = last
+        for keys, values in self._read_together(layer_id, call):
+            first = 0
+            while first < len(rows.tokens):
+                last = self._end_of_block(call, rows.tokens, first)
+                self._score_rows(layer_id, call, gradients[..., first:last, :], keys, values, rows, slice(first, last))
+                first = last
+
+    def _read_together(
+        self, layer_id: int, call: AttentionCall
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """Keys and values as read back by transform: all at once, or those of a latent under one transform at a time.
+
+        The keys and values of all heads that are made of latents take many times as much as the latents.
+        """
+        if call.latent is None:
+            yield dict(self._readings(layer_id, "k", call.k)), dict(self._readings(layer_id, "v", call.v))
+            return
+        for name, latents in self._readings(layer_id, "k", call.latent.rows):
+            keys, values = call.latent.expanded(latents)
+            yield {name: keys.float()}, {name: values.float()}
 
     def _end_of_block(self, call: AttentionCall, tokens: Tensor, first: int) -> int:
         """Rows [first, end) are scored together: near each other, and few enough to hold all their widths."""
@@ -247,8 +260,8 @@ class CandidateMeasurement:
         g = gradients.unflatten(2, (call.k.shape[1], -1))
         exact_k = call.k[:, :, visible].float()
         exact_a = probabilities(call, q, exact_k, tokens)
-        exact_o = _read(exact_a, v)
-        exact = _exact_part(self.options.window, call, q, tokens, exact_k, v)
+        exact_o = read_values(exact_a, v)
+        exact = exact_part_of(self.options.window, call, q, tokens, exact_k, v)
         weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
         share = sequences / float(rows.weights.sum())
         # The (row, key) pairs of all blocks, so that a mean does not depend on how rows are cut into blocks.
@@ -262,8 +275,11 @@ class CandidateMeasurement:
             self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
 
         for name in keys:
-            read_a = _probabilities(call, q, keys[name][..., visible, :], tokens, exact)
-            add_outputs("k", name, _read(read_a, v))
+            read_a = probabilities_beside(call, q, keys[name][..., visible, :], tokens, exact)
+            if call.latent is None:
+                add_outputs("k", name, read_values(read_a, v))
+            else:
+                add_outputs("k", name, outputs_beside(read_a, values[name][..., visible, :], exact))
             if self.with_pairs and name == "none":
                 read_v = values[name][..., visible, :]
                 self._score_pairs(layer_id, (read_a, read_v, exact), exact_o, share * weights)
@@ -271,18 +287,18 @@ class CandidateMeasurement:
                 read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
             )  # [widths, rows]; read_a is not needed again
             self._add(layer_id, "k", name, "e_a", differences @ weights / num_probabilities)
-        for name in values:
+        for name in values if call.latent is None else ():
             # Widths side by side in the channels: one product reads them all.
             read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
-            read_o = _outputs(exact_a, read_v, exact).unflatten(-1, (len(self.options.widths), -1))
+            read_o = outputs_beside(exact_a, read_v, exact).unflatten(-1, (len(self.options.widths), -1))
             add_outputs("v", name, read_o.movedim(-2, 0))
 
     def _score_pairs(
-        self, layer_id: int, readings: tuple[Tensor, Tensor, _ExactPart | None], exact_o: Tensor, shares: Tensor
+        self, layer_id: int, readings: tuple[Tensor, Tensor, ExactPart | None], exact_o: Tensor, shares: Tensor
     ) -> None:
         read_a, values, exact = readings
         for k_index, k_bits in enumerate(self.options.widths):
-            read_o = torch.stack([_outputs(read_a[k_index], read_v, exact) for read_v in values])
+            read_o = torch.stack([outputs_beside(read_a[k_index], read_v, exact) for read_v in values])
             errors = _relative_errors(exact_o, read_o) @ shares
             for v_bits, error in zip(self.options.widths, errors.tolist(), strict=True):
                 key = (layer_id, PrecisionPair(k_bits, v_bits))
@@ -293,55 +309,6 @@ class CandidateMeasurement:
             candidate = Candidate(layer_id, side, bits, transform)
             sums = self.sums.setdefault(candidate, {"e_self": 0.0, "e_a": 0.0, "e_o": 0.0, "fisher": 0.0})
             sums[score] += value
-
-
-def _read(probabilities: Tensor, v: Tensor) -> Tensor:
-    """Attention outputs [..., num_kv_heads, group, rows, channels] of values [batch, num_kv_heads, tokens, channels].
-
-    The queries of a group are rows of one matrix: matmul would copy the values for each of them.
-    """
-    output: Tensor = (probabilities.flatten(-3, -2) @ v).unflatten(-2, probabilities.shape[-3:-1])
-    return output
-
-
-class _ExactPart(NamedTuple):
-    """The (row, key) pairs of a block that an exact window covers, with their exact scores and the exact values.
-
-    Attributes:
-        near: Whether a row reads a key from its copy, [rows, tokens].
-        scores: The scores by exact keys, [batch, num_kv_heads, group, rows, tokens].
-        v: The exact values, [batch, num_kv_heads, tokens, v_head_dim].
-    """
-
-    near: Tensor
-    scores: Tensor
-    v: Tensor
-
-
-def _exact_part(
-    window: ExactWindow, call: AttentionCall, q: Tensor, tokens: Tensor, k: Tensor, v: Tensor
-) -> _ExactPart | None:
-    """The exact part of a block of `tokens` with queries q, keys k and values v; None without a window."""
-    if not window.num_tokens:
-        return None
-    near = reads_exactly(window, tokens, torch.arange(k.shape[-2], device=tokens.device))
-    return _ExactPart(near, attention_scores(call, q, k), v)
-
-
-def _probabilities(call: AttentionCall, q: Tensor, k: Tensor, tokens: Tensor, exact: _ExactPart | None) -> Tensor:
-    """The `probabilities` of keys that are read back, but for those of the exact part."""
-    if exact is None:
-        return probabilities(call, q, k, tokens)
-    return causal_softmax(call, torch.where(exact.near, exact.scores, attention_scores(call, q, k)), tokens)
-
-
-def _outputs(probabilities: Tensor, v: Tensor, exact: _ExactPart | None) -> Tensor:
-    """What `_read` gives of values that are read back, one or several side by side, but for those of the exact part."""
-    if exact is None:
-        return _read(probabilities, v)
-    near = probabilities * exact.near
-    repeats = v.shape[-1] // exact.v.shape[-1]
-    return _read(probabilities - near, v) + _read(near, exact.v).tile((repeats,))
 
 
 def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:

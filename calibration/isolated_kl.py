@@ -80,12 +80,13 @@ def _by_place(scores: Mapping[Candidate, CandidateScores]) -> dict[tuple[int, Si
     """The candidates of every layer, side and width, in this order, by ascending Fisher score."""
     layers = sorted({candidate.layer for candidate in scores})
     widths = sorted({candidate.bits for candidate in scores})
+    sides = [side for side in SIDES if any(candidate.side == side for candidate in scores)]  # a latent stands as keys
     return {
         place: sorted(
             (candidate for candidate in scores if (candidate.layer, candidate.side, candidate.bits) == place),
             key=lambda candidate: scores[candidate].fisher,
         )
-        for place in product(layers, SIDES, widths)
+        for place in product(layers, sides, widths)
     }
 
 

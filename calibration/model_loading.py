@@ -174,7 +174,7 @@ def read_shape(source: ModelSource) -> ModelShape:
             f"--context-length {context_length} exceeds the {longest} positions of {source.model}"
         )
     for bits in SEARCHED_BITS:
-        for head_dim in (geometry.head_dim, geometry.v_head_dim):
+        for head_dim in geometry.channels.values():
             check_group_size(head_dim, bits, head_dim)
     return ModelShape(config, geometry, context_length, cache)
 

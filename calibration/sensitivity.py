@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtuner.errors import RunFolderError
 from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp16
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import SIDES, PrecisionPair, Side
+from kvtuner.precision import PrecisionPair, Side
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind, transform_names
 
@@ -199,6 +199,6 @@ class SensitivityTable:
 
 def missing_candidates(table: SensitivityTable, score: ScoreName) -> Iterable[tuple[int, Side, int]]:
     """(layer, side, bits) for which no transform has the score."""
-    for layer, side, bits in product(table.geometry.ids, SIDES, table.widths):
+    for layer, side, bits in product(table.geometry.ids, table.geometry.sides, table.widths):
         if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
             yield layer, side, bits

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
+    from kvtuner.calibration.forward.latents import LatentRows
     from kvtuner.geometry import ModelGeometry
 
 LAMBDA_MIN, LAMBDA_MAX = 1 / 64, 64.0  # far inside fp16, in which profiles store lambda
@@ -41,12 +42,26 @@ class LayerSums:
 
     def add(self, call: AttentionCall) -> None:
         """Count one batch."""
+        if call.latent is not None:
+            self._add_latents(call.latent, call.q)
+            return
         k = call.k.to(torch.float32)
         q = call.grouped_query()
         self.key += k.sum(dim=(0, 2), dtype=torch.float64).cpu()
         self.key_squared += k.square().sum(dim=(0, 2), dtype=torch.float64).cpu()
         self.query_squared += q.square().sum(dim=(0, 2, 3), dtype=torch.float64).cpu() / q.shape[2]
         self.num_tokens += k.shape[0] * k.shape[2]
+
+    def _add_latents(self, latent: LatentRows, queries: Tensor) -> None:
+        """Count latents as keys, and as queries those of each head that give the same products with latents."""
+        rows, maps = latent.rows.to(torch.float32), latent.query_maps()
+        self.key += rows.sum(dim=(0, 2), dtype=torch.float64).cpu()
+        self.key_squared += rows.square().sum(dim=(0, 2), dtype=torch.float64).cpu()
+        group = queries.shape[1] // len(maps)
+        for head, q in enumerate(queries.unbind(1)):  # of all heads at once they would take many times the latents
+            products = q.to(torch.float32) @ maps[head // group].mT
+            self.query_squared += products.square().sum(dim=(0, 1), dtype=torch.float64).cpu() / queries.shape[1]
+        self.num_tokens += rows.shape[0] * rows.shape[2]
 
     def merge(self, other: LayerSums) -> None:
         """Count the tokens of other sums too."""

@@ -179,8 +179,9 @@ class _Facts:
     def _wide_layers(self) -> str:
         """The layers whose keys or values have more bits than half of all layers', such as ``keys of layers 0, 4``."""
         parts = []
-        for side, noun in zip(SIDES, ("keys", "values"), strict=True):
-            entries = self._growing
+        entries = self._growing
+        nouns = ("keys", "values") if any(entry.v is not None for entry in entries) else ("latents",)
+        for side, noun in zip(SIDES, nouns, strict=False):
             bits = [entry.pair.k_bits if side == "k" else entry.pair.v_bits for entry in entries]
             usual = median_low(bits)
             layers = [entry.layer for entry, own in zip(entries, bits, strict=True) if own > usual]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvtuner.errors import GeometryError
+from kvtuner.errors import GeometryError, PrecisionError
 from kvtuner.layer_ranges import write_layers
-from kvtuner.precision import WHOLE_HEADS, PrecisionPair, RowShape, ScaleLayout, bytes_per_token
+from kvtuner.precision import WHOLE_HEADS, PrecisionPair, RowShape, ScaleLayout, Side, bytes_per_token
 
 
 class ConfigLike(Protocol):
@@ -24,10 +24,11 @@ class ModelGeometry:
     """The layers that own a KV cache, the heads of the whole model, and the channels of a key head and a value head.
 
     The last `num_shared_layers` of a model read an earlier layer's cache and store nothing. Of a model with other
-    layers too, these are the layers that are alike and read all tokens.
+    layers too, these are the layers that are alike and read all tokens. A latent is one KV head without values.
 
     Attributes:
         layer_ids: The global ids of the layers; None where they are all layers of the model, from 0 on.
+        rope_dim: The rotary channels beside a latent.
     """
 
     num_layers: int
@@ -37,11 +38,14 @@ class ModelGeometry:
     v_head_dim: int
     num_shared_layers: int = 0
     layer_ids: tuple[int, ...] | None = None
+    rope_dim: int = 0
 
     def __post_init__(self) -> None:
         assert self.layer_ids is None or len(self.layer_ids) == self.num_layers
+        assert self.is_latent or not self.rope_dim
+        may_be_zero = ("num_shared_layers", "rope_dim", *(("v_head_dim",) if self.num_kv_heads == 1 else ()))
         for name, value in self.counts().items():
-            if value < (0 if name == "num_shared_layers" else 1):
+            if value < (0 if name in may_be_zero else 1):
                 raise GeometryError(f"{name} must be positive, but is {value}")
         if self.num_attention_heads % self.num_kv_heads:
             raise GeometryError(
@@ -56,9 +60,34 @@ class ModelGeometry:
             GeometryError: The configuration lacks a count, or heads differ from layer to layer.
         """
         text = config.get_text_config(decoder=True)
-        num_layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
+        num_layers = read_num_layers(text)
         shared = _optional(text, "num_kv_shared_layers") or 0
         return cls(num_layers - shared, *read_heads(text), shared)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a layer caches a latent, which is read as keys and as values."""
+        return self.v_head_dim == 0
+
+    @property
+    def channels(self) -> dict[Side, int]:
+        """The channels of a head of each side whose precision is chosen; a latent's stands as keys."""
+        keys: dict[Side, int] = {"k": self.head_dim}
+        return keys if self.is_latent else {**keys, "v": self.v_head_dim}
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The sides whose precision is chosen."""
+        return tuple(self.channels)
+
+    def widths(self, pair: PrecisionPair) -> dict[Side, int]:
+        """The width of each side in a layer of a pair; a `PrecisionError` where a latent is given two."""
+        if self.is_latent and pair.k_bits != pair.v_bits:
+            raise PrecisionError(
+                f"a latent is read as keys and as values and has one width, not {pair}; give {pair.k_bits} or"
+                f" {pair.v_bits}"
+            )
+        return {side: pair.k_bits if side == "k" else pair.v_bits for side in self.sides}
 
     def kv_heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
         """The KV heads that one tensor-parallel rank stores; see the function of that name."""
@@ -73,8 +102,8 @@ class ModelGeometry:
         """The first difference from a model's geometry, such as ``head_dim 64, but this model has 128``."""
         actual = {**other.counts(), "full layers": write_layers(other.ids)}
         for name, wanted in {**self.counts(), "full layers": write_layers(self.ids)}.items():
-            if actual[name] != wanted:
-                return f"{name} {wanted}, but this model has {actual[name]}"
+            if actual.get(name, 0) != wanted:
+                return f"{name} {wanted}, but this model has {actual.get(name, 0)}"
         return None
 
     def layers_of_stage(self, pp_rank: int, pp_size: int) -> range:
@@ -99,15 +128,16 @@ class ModelGeometry:
     ) -> RowShape:
         """The shape of a rank's rows; the whole model's by default."""
         heads = len(self.kv_heads_of_rank(0, tp_size))
-        return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout)
+        return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout, self.rope_dim)
 
     def bf16_bytes_per_token(self, *, tp_size: int = 1) -> int:
         """The bytes of one token in an unquantized 16-bit cache, all layers."""
         return bytes_per_token([PrecisionPair(16, 16)] * self.num_layers, self.row_shape(tp_size=tp_size))
 
     def counts(self) -> dict[str, int]:
-        """The fields besides the layers' ids."""
-        return {name: value for name, value in asdict(self).items() if name != "layer_ids"}
+        """The fields besides the layers' ids, and rotary channels of latents alone."""
+        idle = ("layer_ids",) if self.is_latent else ("layer_ids", "rope_dim")
+        return {name: value for name, value in asdict(self).items() if name not in idle}
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain JSON, for profiles and output; without the layers' ids where they are all layers."""
@@ -137,6 +167,19 @@ def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
         raise GeometryError(f"tp_size {tp_size} is no multiple of num_kv_heads {num_kv_heads}")
     head = tp_rank * num_kv_heads // tp_size  # neighbouring ranks hold copies of one head
     return range(head, head + 1)
+
+
+def read_num_layers(text: Any) -> int:
+    """The layers that a decoder's configuration counts; a `GeometryError` where it does not."""
+    return _count(text, "num_hidden_layers", "n_layer", "num_layers")
+
+
+def read_latent(text: Any) -> tuple[int, int, int, int, int]:
+    """The query heads, the one KV head, and the channels of a latent, of its values (none) and of what is rotary.
+
+    A `GeometryError` where a decoder's configuration does not tell them.
+    """
+    return _count(text, "num_attention_heads"), 1, _count(text, "kv_lora_rank"), 0, _count(text, "qk_rope_head_dim")
 
 
 def read_heads(text: Any, layer_id: int | None = None, prefix: str = "") -> tuple[int, int, int, int]:

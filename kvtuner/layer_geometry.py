@@ -17,6 +17,8 @@ KINDS: Final[dict[KindName, str]] = {"full": "", "window": ":N", "latent": "", "
 MAX_WINDOW: Final = 2**31 - 1
 _NATIVE_PAIR: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OF_MODELS: Final = ("num_layers", "num_shared_layers")
+_TUNED: Final = ("full", "latent")
+"""The kinds of layers that read all tokens, whose precision is chosen."""
 _KIND: Final = re.compile(r"(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 
 
@@ -108,13 +110,13 @@ class LayerGeometry:
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) + self.rope_dim
 
     def native_bytes(self, tp_size: int = 1) -> int:
-        """The bytes of one unquantized token on a rank, without rotary channels; errors are those of `row_shape`."""
+        """The bytes of one unquantized token on a rank; errors are those of `row_shape`."""
         return self.row_shape(WHOLE_HEADS, WHOLE_HEADS, tp_size=tp_size).pair_bytes(_NATIVE_PAIR)
 
     def row_shape(self, k_layout: ScaleLayout, v_layout: ScaleLayout, *, tp_size: int = 1) -> RowShape:
-        """The shape of a rank's rows, without rotary channels; `GeometryError` where heads cannot be split."""
+        """The shape of a rank's rows; `GeometryError` where heads cannot be split."""
         heads = len(kv_heads_of_rank(self.num_kv_heads, 0, tp_size))
-        return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout)
+        return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout, self.rope_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +149,32 @@ class CacheGeometry:
 
     @classmethod
     def of(cls, geometry: ModelGeometry) -> CacheGeometry:
-        """The geometry of a model whose layers with a cache are all full and alike, and are its first ones."""
+        """The geometry of a model whose layers with a cache all read all tokens, are alike, and are its first ones."""
         assert geometry.layer_ids is None
         counts = {name: value for name, value in geometry.counts().items() if name not in _OF_MODELS}
         last = geometry.num_layers - 1
         shared = (LayerGeometry(LayerKind("shared", last)),) * geometry.num_shared_layers
-        return cls((LayerGeometry(LayerKind(), **counts),) * geometry.num_layers + shared)
+        kind = LayerKind("latent" if geometry.is_latent else "full")
+        return cls((LayerGeometry(kind, **counts),) * geometry.num_layers + shared)
 
     def tuned(self) -> ModelGeometry:
-        """The geometry of the full layers, whose precision is chosen; `GeometryError` where they are not alike."""
-        full = {layer_id: layer for layer_id, layer in enumerate(self.layers) if layer.kind.name == "full"}
-        if not full:
+        """The geometry of the layers that read all tokens, full ones or latents, whose precision is chosen.
+
+        `GeometryError` where there are none, or not alike.
+        """
+        tuned = {layer_id: layer for layer_id, layer in enumerate(self.layers) if layer.kind.name in _TUNED}
+        if not tuned:
             kinds = ", ".join(dict.fromkeys(str(layer.kind) for layer in self.layers))
             raise GeometryError(f"no layer reads all tokens: their kinds are {kinds}, and only full layers are tuned")
-        (first_id, first), *others = full.items()
+        (first_id, first), *others = tuned.items()
         for layer_id, layer in others:
             if layer != first:
                 raise GeometryError(
                     f"layer {layer_id} has other heads or channels than layer {first_id}, and both read all tokens:"
                     " only models whose full layers are alike are tuned; run this one with its own cache"
                 )
-        ids = None if len(full) == len(self.layers) else tuple(full)
-        return ModelGeometry(len(full), **_counts(first), layer_ids=ids)
+        ids = None if len(tuned) == len(self.layers) else tuple(tuned)
+        return ModelGeometry(len(tuned), **first.counts(), layer_ids=ids)
 
     def window_bytes(self, context_length: int, tp_size: int = 1) -> int:
         """The bytes of one request's layers with windows on one rank: unquantized, of their windows' tokens alone.
@@ -198,9 +204,4 @@ class CacheGeometry:
                     " served and converted so far: show, sign and share this profile, or run the model with its own"
                     " cache"
                 )
-        return ModelGeometry(len(self.layers), **_counts(first))
-
-
-def _counts(layer: LayerGeometry) -> dict[str, Any]:
-    """The counts that a `ModelGeometry` has too."""
-    return {name: value for name, value in layer.counts().items() if name != "rope_dim"}
+        return ModelGeometry(len(self.layers), **first.counts(), layer_ids=None)

@@ -228,10 +228,11 @@ class RowShape:
 
     Attributes:
         num_kv_heads: The KV heads on one rank.
-        head_dim: channels of a key head.
-        v_head_dim: channels of a value head.
+        head_dim: channels of a key head, or of a latent.
+        v_head_dim: channels of a value head; 0 where a latent is read as values too.
         k_layout: What shares a scale of keys; whole heads by default, and with their channels as its group size.
         v_layout: The same of values.
+        rope_dim: The rotary channels beside a latent, in the native dtype.
     """
 
     num_kv_heads: int
@@ -239,6 +240,7 @@ class RowShape:
     v_head_dim: int
     k_layout: ScaleLayout = WHOLE_HEADS
     v_layout: ScaleLayout = WHOLE_HEADS
+    rope_dim: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k_layout", self.k_layout.of_head(self.head_dim))
@@ -249,12 +251,21 @@ class RowShape:
         return self._side_bytes(self.head_dim, bits, self.k_layout)
 
     def v_bytes(self, bits: int) -> int:
-        """Bytes of one token's values in one layer."""
-        return self._side_bytes(self.v_head_dim, bits, self.v_layout)
+        """Bytes of one token's values in one layer; none where a latent is read as values."""
+        return self._side_bytes(self.v_head_dim, bits, self.v_layout) if self.v_head_dim else 0
 
     def pair_bytes(self, pair: PrecisionPair) -> int:
-        """Bytes of one token in one layer, keys and values."""
-        return self.k_bytes(pair.k_bits) + self.v_bytes(pair.v_bits)
+        """Bytes of one token in one layer, keys and values, or a latent and the rotary channels beside it."""
+        return self.k_bytes(pair.k_bits) + self.v_bytes(pair.v_bits) + 2 * self.rope_dim
+
+    def payload_bits(self, pair: PrecisionPair) -> int:
+        """Payload bits of one token in one layer, for each KV head; a latent is one."""
+        return pair.k_bits * self.head_dim + pair.v_bits * self.v_head_dim + NATIVE_BITS * self.rope_dim
+
+    @property
+    def channels(self) -> int:
+        """The numbers of one token in one layer, for each KV head; a latent is one."""
+        return self.head_dim + self.v_head_dim + self.rope_dim
 
     def _side_bytes(self, channels: int, bits: int, layout: ScaleLayout) -> int:
         words, granularity = layout.word_bits, layout.granularity
@@ -323,11 +334,10 @@ def tokens_per_gib(stored_bytes: int) -> int:
 
 def mean_bits(pairs: Sequence[PrecisionPair], shape: RowShape) -> Fraction:
     """Payload bits per cached element, scales not counted: the field's "4-bit"."""
-    payload = sum(pair.k_bits * shape.head_dim + pair.v_bits * shape.v_head_dim for pair in pairs)
-    return Fraction(payload, len(pairs) * (shape.head_dim + shape.v_head_dim))
+    return Fraction(sum(map(shape.payload_bits, pairs)), len(pairs) * shape.channels)
 
 
 def effective_bits(pairs: Sequence[PrecisionPair], shape: RowShape) -> Fraction:
     """Stored bits per cached element: codes, scale words and padding."""
-    elements = len(pairs) * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim)
+    elements = len(pairs) * shape.num_kv_heads * shape.channels
     return Fraction(8 * bytes_per_token(pairs, shape), elements)

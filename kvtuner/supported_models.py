@@ -1,7 +1,7 @@
 """The models that kvtuner takes, and what their layers cache, by their configuration alone. Knows nothing of weights.
 
-Layers that read all tokens are tuned. A search and a transformers cache leave other layers as they are beside them; a
-server of ours does not run such models yet.
+Layers that read all tokens are tuned, those that cache latents among them. A search and a transformers cache leave
+other layers as they are beside them; a server of ours does not run such models yet.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.geometry import ModelGeometry, read_heads
+from kvtuner.geometry import ModelGeometry, read_heads, read_latent, read_num_layers
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
 
 if TYPE_CHECKING:
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 _OTHER_CACHES: Final = {
     "is_encoder_decoder": "an encoder: it is an encoder-decoder",
-    "kv_lora_rank": "multi-head latent attention (MLA)",
     "cross_attention_layers": "cross-attention layers",
     "num_kv_shared_layers": "layers that read another layer's keys",
 }
+_LATENT: Final = "kv_lora_rank"
+"""The channels of the latents of a model with multi-head latent attention (MLA), in its configuration."""
 _SINKS: Final = ("gpt_oss",)
 """No configuration says that its layers have sinks: the attention hook finds them in the weights."""
 _OWN_CACHE: Final = ("minimax",)
@@ -56,6 +57,8 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
     name = getattr(text, "model_type", type(text).__name__)
     if name in _SINKS:
         raise UnsupportedModelError(_refusal(name, "attention sinks"))
+    if getattr(text, _LATENT, None):
+        raise UnsupportedModelError(_refusal(name, "multi-head latent attention (MLA)"))
     longest = longest_context(text, context_length)
     for layer_id, kind in enumerate(layer_kinds(text)):
         window = _window(text, layer_id, kind)
@@ -71,7 +74,7 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
 
 
 def refuse_other_models(config: ConfigLike) -> None:
-    """Refuse a model that is no decoder, or of which no layer caches keys and values, by an `UnsupportedModelError`."""
+    """Refuse a model that is no decoder, or whose layers share what they cache, by an `UnsupportedModelError`."""
     text = config.get_text_config(decoder=True)
     name = getattr(text, "model_type", type(text).__name__)
     for attribute, what in _OTHER_CACHES.items():
@@ -139,10 +142,10 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
     kinds = [_kind(text, name, layer_id, kind, longest) for layer_id, kind in enumerate(types)]
     if all(kind == LayerKind() for kind in kinds) and not getattr(text, "is_heterogeneous", False):
         return CacheGeometry.of(ModelGeometry.from_config(config))
-    if LayerKind() not in kinds:
+    if not {LayerKind(), LayerKind("latent")} & {*kinds}:
         _refuse_no_full_layer(text, name, types, longest)
     if len(kinds) == 1:
-        kinds *= ModelGeometry.from_config(config).num_layers
+        kinds *= read_num_layers(text)
     geometry = CacheGeometry(tuple(_layer(text, layer_id, kind) for layer_id, kind in enumerate(kinds)))
     geometry.tuned()
     return geometry
@@ -151,10 +154,10 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
 def _kind(text: Any, name: str, layer_id: int, layer_type: str, longest: int | None) -> LayerKind:
     layer_type = _BESIDE_STATES.get(layer_type, layer_type)
     if layer_type in _ATTENTION:
-        return LayerKind()
+        return LayerKind("latent" if getattr(text, _LATENT, None) else "full")
     if layer_type in _STATES:
         return LayerKind("none")
-    window = _window(text, layer_id, layer_type)
+    window = None if getattr(text, _LATENT, None) else _window(text, layer_id, layer_type)
     if isinstance(window, int) and window > 0:
         return LayerKind() if longest and window >= longest else LayerKind("window", window)
     raise UnsupportedModelError(
@@ -172,6 +175,8 @@ def _window(text: Any, layer_id: int, layer_type: str) -> Any:
 def _layer(text: Any, layer_id: int, kind: LayerKind) -> LayerGeometry:
     if not kind.owns_cache:
         return LayerGeometry(kind)
+    if kind.name == "latent":
+        return LayerGeometry(kind, *read_latent(text))
     return LayerGeometry(kind, *read_heads(text, layer_id, "swa_" if kind.name == "window" else ""))
 
 

@@ -87,10 +87,11 @@ def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerFormat:
-    """The formats of the rows of one layer on one rank."""
+    """The formats of the rows of one layer on one rank; a latent has them as keys, its rotary channels as values."""
 
     k: RowFormat
     v: RowFormat
+    is_latent: bool = False
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values; `dtype` is that of native rows."""
@@ -113,7 +114,7 @@ def rank_formats(
             " use a profile that was searched for this model"
         )
     heads = geometry.kv_heads_of_rank(tp_rank, tp_size)
-    dims = {"k": geometry.head_dim, "v": geometry.v_head_dim}
+    dims = {"k": geometry.head_dim, "v": geometry.rope_dim if geometry.is_latent else geometry.v_head_dim}
 
     def side(layer_id: int, name: Side) -> RowFormat:
         spec = profile.quant_spec(layer_id, name)
@@ -121,4 +122,4 @@ def rank_formats(
             spec = replace(spec, transform=spec.transform.heads(heads.start, heads.stop))
         return RowFormat(len(heads), dims[name], spec)
 
-    return tuple(LayerFormat(side(layer_id, "k"), side(layer_id, "v")) for layer_id in layers)
+    return tuple(LayerFormat(side(layer_id, "k"), side(layer_id, "v"), geometry.is_latent) for layer_id in layers)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 class KVTunerCache(Cache):
     """Packed keys and values of a model's full layers, with an explicit read plan; other layers have their own cache.
 
+    A latent is packed as transformers gives it, and expanded by the model once it is read back; its rotary channels
+    keep their dtype.
+
     Read plans say what a chunk of tokens reads; earlier chunks are always read from their rows:
       - ``decode``: the first chunk is exact within itself (a prompt prefilled at once); every later one, of
         one token or many, reads its own tokens quantized too.
@@ -116,9 +119,10 @@ class KVTunerCache(Cache):
         geometry = read_cache_geometry(config, context_length=context_length).tuned()
         k, v = (
             RowFormat(geometry.num_kv_heads, dim, QuantSpec(8, fp8=True))
-            for dim in (geometry.head_dim, geometry.v_head_dim)
+            for dim in (geometry.head_dim, geometry.rope_dim if geometry.is_latent else geometry.v_head_dim)
         )
-        return cls(_among_others({i: KVTunerLayer(LayerFormat(k, v)) for i in geometry.ids}, config), read_plan)
+        stored = LayerFormat(k, v, geometry.is_latent)
+        return cls(_among_others({i: KVTunerLayer(stored) for i in geometry.ids}, config), read_plan)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={self.layers}, read_plan={self.read_plan!r})"
@@ -149,7 +153,8 @@ class KVTunerCache(Cache):
             UnsupportedModelError: The model does not go through transformers' AttentionInterface.
             ServingError: Rows are to be read in place, and cannot be here, such as beside layers of another kind.
         """
-        if len(self._packed_layers) < len(self.layers) or has_sinks(model):
+        has_others = len(self._packed_layers) < len(self.layers) or self._packed_layers[0].is_latent
+        if has_others or has_sinks(model):
             if in_place:
                 raise ServingError(
                     "rows are read in place where all layers are full and have no attention sinks; leave in_place out"

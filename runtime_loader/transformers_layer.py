@@ -32,10 +32,12 @@ class KVTunerLayer(CacheLayerMixin):
         self.k = PackedSide(layer_format.k, window)
         self.v = PackedSide(layer_format.v, window)
         self.window = window
+        self.is_latent = layer_format.is_latent
 
     def __repr__(self) -> str:
         spec = self.k.format.spec
-        stored = "fp8" if spec is not None and spec.fp8 else PrecisionPair(self.k.format.bits, self.v.format.bits)
+        v_bits = (self.k if self.is_latent else self.v).format.bits
+        stored = "fp8" if spec is not None and spec.fp8 else PrecisionPair(self.k.format.bits, v_bits)
         return f"{type(self).__name__}({stored})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

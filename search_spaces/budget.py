@@ -20,7 +20,6 @@ from kvtuner.precision import (
     ScaleLayout,
     copy_bytes,
 )
-from kvtuner.search_spaces.space import payload_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +161,7 @@ class Constraint:
     def cost(self, pair: PrecisionPair) -> int:
         """Cost of one layer at `pair`."""
         if self.budget.kind == "mean_bits":
-            return payload_bits(pair, self.shape)
+            return self.shape.payload_bits(pair)
         return self.shape.pair_bytes(pair) - self.uncopied(pair)
 
     def uncopied(self, pair: PrecisionPair) -> int:
@@ -180,7 +179,7 @@ class Constraint:
     def _cost_of_unit(self, stage: int) -> Fraction:
         """Cost that one unit of the budget allows a stage: one bit per element, one percent, one KiB."""
         # Elements of one token in the stage's layers, per KV head.
-        channels = len(self.stages[stage]) * (self.shape.head_dim + self.shape.v_head_dim)
+        channels = len(self.stages[stage]) * self.shape.channels
         match self.budget.kind:
             case "mean_bits":
                 return Fraction(channels)

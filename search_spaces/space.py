@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import SearchSpaceError
-from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape
+from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.groups import group_layers
 from kvtuner.search_spaces.layer_notation import check_layers
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.sensitivity import ScoreName, SensitivityTable
     from kvtuner.precision import Side
+
+_NO_TRANSFORM: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class SearchSpace:
         return min(fitting or [0], key=lambda i: sum(self.menus[layer].choices[i].score for layer in group))
 
     def _takes_no_more(self, choice: LayerChoice, other: LayerChoice) -> bool:
-        payload, limit = (payload_bits(pair, self.shape) for pair in (choice.pair, other.pair))
+        payload, limit = (self.shape.payload_bits(pair) for pair in (choice.pair, other.pair))
         return choice.cost_bytes <= other.cost_bytes and payload <= limit
 
     def between(self, lower: Configuration | None = None, upper: Configuration | None = None) -> SearchSpace:
@@ -203,21 +205,22 @@ def uniform(
     best = configuration_from_pairs(table, [pair] * table.geometry.num_layers, score, shape)
     if transforms:
         return best
+    widths = table.geometry.widths(pair).items()
     return tuple(
         replace(
             choice,
-            k_transform="none",
-            v_transform="none",
-            score=_plain_score(table, layer, "k", pair.k_bits, score)
-            + _plain_score(table, layer, "v", pair.v_bits, score),
+            k_transform=_NO_TRANSFORM,
+            v_transform=_NO_TRANSFORM,
+            score=sum(_plain_score(table, layer, side, bits, score) for side, bits in widths),
         )
         for layer, choice in zip(table.geometry.ids, best, strict=True)
     )
 
 
 def all_pairs(table: SensitivityTable) -> list[PrecisionPair]:
-    """All pairs of the widths that were measured, and of 16 bits."""
-    return [PrecisionPair(*bits) for bits in product((*table.widths, NATIVE_BITS), repeat=2)]
+    """All pairs of the widths that were measured, and of 16 bits; a latent has one width, which stands as both."""
+    pairs = [PrecisionPair(*bits) for bits in product((*table.widths, NATIVE_BITS), repeat=2)]
+    return [pair for pair in pairs if pair.k_bits == pair.v_bits] if table.geometry.is_latent else pairs
 
 
 def _menu(
@@ -228,29 +231,29 @@ def _menu(
     if prune:
         choices = _pareto(choices, shape)
     # Not by score: layers with the same pairs have them in the same order, as groups need it.
-    return LayerMenu(layer, tuple(sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.pair))))
+    return LayerMenu(layer, tuple(sorted(choices, key=lambda c: (c.cost_bytes, shape.payload_bits(c.pair), c.pair))))
 
 
 def _pareto(choices: Sequence[LayerChoice], shape: RowShape) -> list[LayerChoice]:
     """The choices that none beats in bytes, payload bits and score at once; the first of equals."""
     pareto: list[LayerChoice] = []
-    for choice in sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.score, c.pair)):
+    for choice in sorted(choices, key=lambda c: (c.cost_bytes, shape.payload_bits(c.pair), c.score, c.pair)):
         # Those before it take no more bytes: only payload and score are left to compare.
-        payload = payload_bits(choice.pair, shape)
-        if not any(other.score <= choice.score and payload_bits(other.pair, shape) <= payload for other in pareto):
+        payload = shape.payload_bits(choice.pair)
+        if not any(other.score <= choice.score and shape.payload_bits(other.pair) <= payload for other in pareto):
             pareto.append(choice)
     return pareto
 
 
 def _choice(table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, pair: PrecisionPair) -> LayerChoice:
-    k_transform, k_score = _best(table, layer, "k", pair.k_bits, score)
-    v_transform, v_score = _best(table, layer, "v", pair.v_bits, score)
-    return LayerChoice(pair, k_transform, v_transform, shape.pair_bytes(pair), k_score + v_score)
+    best = {side: _best(table, layer, side, bits, score) for side, bits in table.geometry.widths(pair).items()}
+    k_transform, v_transform = (best.get(side, (_NO_TRANSFORM, 0.0))[0] for side in SIDES)
+    return LayerChoice(pair, k_transform, v_transform, shape.pair_bytes(pair), sum(value for _, value in best.values()))
 
 
 def _best(table: SensitivityTable, layer: int, side: Side, bits: int, score: ScoreName) -> tuple[str, float]:
     if bits == NATIVE_BITS:
-        return "none", 0.0
+        return _NO_TRANSFORM, 0.0
     transform, value = table.best(layer, side, bits, score)
     if not math.isfinite(value):
         raise SearchSpaceError(
@@ -269,16 +272,9 @@ def _plain_score(table: SensitivityTable, layer: int, side: Side, bits: int, sco
 
 
 def _e_o(table: SensitivityTable, layer: int, choice: LayerChoice) -> float:
-    sides: tuple[tuple[Side, int, str], ...] = (
-        ("k", choice.pair.k_bits, choice.k_transform),
-        ("v", choice.pair.v_bits, choice.v_transform),
-    )
-    return sum(table.of(layer, side, bits)[name].e_o for side, bits, name in sides if bits != NATIVE_BITS)
-
-
-def payload_bits(pair: PrecisionPair, shape: RowShape) -> int:
-    """Payload bits of one token in one layer, per KV head."""
-    return pair.k_bits * shape.head_dim + pair.v_bits * shape.v_head_dim
+    names = {"k": choice.k_transform, "v": choice.v_transform}
+    packed = {side: bits for side, bits in table.geometry.widths(choice.pair).items() if bits != NATIVE_BITS}
+    return sum(table.of(layer, side, bits)[names[side]].e_o for side, bits in packed.items())
 
 
 def _is_within(pair: PrecisionPair, low: PrecisionPair, high: PrecisionPair) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hub_server import LoopbackHub
 from hypothesis import settings
+from tiny.latent_models import LATENT
 from tiny.layered_models import LAYERED, MULTIMODAL, TEXT_CLASSES
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
         parts["text_config"].pop("pad_token_id")
         config, model_class = getattr(transformers, f"{prefix}Config")(**parts), f"{prefix}ForConditionalGeneration"
     else:
-        prefix, own = FAMILIES.get(name) or LAYERED.get(name, (name, {}))
+        prefix, own = FAMILIES.get(name) or LATENT.get(name) or LAYERED.get(name, (name, {}))
         config_class = getattr(transformers, f"{TEXT_CLASSES.get(prefix, prefix)}Config")
         config, model_class = config_class(**{**COMMON, **own, **changes}), f"{prefix}ForCausalLM"
     torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from kvtuner.errors import GeometryError, KVTunerError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.supported_models import has_states, read_cache_geometry, refuse_other_caches
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
@@ -52,6 +54,30 @@ def test_layers_of_real_models_have_their_kinds(
     assert tuned in (None, tuple(full.counts().values())[:5])
 
 
+@pytest.mark.parametrize(
+    ("prefix", "kinds", "counts"),
+    [
+        ("DeepseekV2", {"latent": 32}, (32, 1, 512, 0, 64)),
+        ("DeepseekV3", {"latent": 61}, (128, 1, 512, 0, 64)),
+        ("Glm4MoeLite", {"latent": 47}, (20, 1, 512, 0, 64)),
+        ("MiniCPM3", {"latent": 62}, (40, 1, 256, 0, 32)),
+        ("KimiLinear", {"none": 21, "latent": 6}, (32, 1, 512, 0, 64)),
+    ],
+)
+def test_latents_of_real_models_are_one_head_and_rotary_channels_beside_it(
+    prefix: str, kinds: dict[str, int], counts: tuple[int, ...]
+) -> None:
+    geometry = read_cache_geometry(config_of(prefix))
+    found = [str(layer.kind) for layer in geometry.layers]
+    assert {kind: found.count(kind) for kind in dict.fromkeys(found)} == kinds
+    tuned = geometry.tuned()
+    assert (*(*tuned.counts().values(),)[1:5], tuned.rope_dim) == counts
+    assert tuned.is_latent and tuned.sides == ("k",)
+    with pytest.raises(UnsupportedModelError, match=r"MLA|linear_attention"):
+        refuse_other_caches(config_of(prefix))
+    assert CacheGeometry.of(replace(tuned, layer_ids=None)).tuned() == replace(tuned, layer_ids=None)
+
+
 def test_heads_of_windows_may_be_others() -> None:
     layers = read_cache_geometry(config_of("Gemma4Text")).layers
     assert [(layer.num_kv_heads, layer.head_dim) for layer in layers[4:6]] == [(4, 256), (4, 512)]
@@ -72,7 +98,14 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "named"),
     [
-        (config_of("DeepseekV3"), UnsupportedModelError, r"'deepseek_v3' has multi-head latent attention \(MLA\)"),
+        (config_of("DeepseekV32"), UnsupportedModelError, "has indexed_attention in layer 0, which reads its tokens"),
+        (config_of("GlmMoeDsa"), UnsupportedModelError, "has indexed_attention in layer 0, which reads its tokens"),
+        (remote(kv_lora_rank=16, num_hidden_layers=2), GeometryError, "has no qk_rope_head_dim"),
+        (
+            remote(kv_lora_rank=16, sliding_window=8, max_position_embeddings=64),
+            UnsupportedModelError,
+            "has sliding_attention in layer 0, which reads its tokens otherwise",
+        ),
         (config_of("T5"), UnsupportedModelError, "'t5' has an encoder"),
         (config_of("Mamba"), UnsupportedModelError, "'mamba' has no layer with a KV cache"),
         (config_of("Gemma3nText"), UnsupportedModelError, "layers that read another layer's keys"),

@@ -26,7 +26,10 @@ SERVED: Final = ("llama", "qwen2", "qwen2_vl", "qwen2_5_vl")
 CHAINS: Final = ("Cohere", "Granite", "StableLm", "Olmo2", "GPTNeoX", "OPT", "GPT2")
 """The prefixes of models that tests run layer by layer alone."""
 NO_CACHE_OF_OURS: Final = ("minimax",)
-NO_CHAIN: Final = {"zamba2": "refused: its attention says no layer"}
+NO_CHAIN: Final = {
+    "zamba2": "refused: its attention says no layer",
+    "longcat_flash": "refused: a layer that attends twice",
+}
 
 
 def tested() -> dict[str, str]:
@@ -34,7 +37,7 @@ def tested() -> dict[str, str]:
     import transformers
 
     plain, models = import_module("conftest").FAMILIES, import_module("tiny.layered_models")
-    families = {**plain, **models.LAYERED, **models.MULTIMODAL}
+    families = {**plain, **models.LAYERED, **models.MULTIMODAL, **import_module("tiny.latent_models").LATENT}
     prefixes = {name: family[0] for name, family in families.items()} | {name: name for name in CHAINS}
     found: dict[str, str] = {}
     for name, prefix in prefixes.items():

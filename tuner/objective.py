@@ -51,11 +51,11 @@ def _layer_spec(
     layer: int, stored: tuple[PrecisionPair, str, str], table: SensitivityTable, options: QuantizationOptions
 ) -> LayerSpec:
     pair, k_transform, v_transform = stored
-    return LayerSpec(
-        options.spec("k", pair.k_bits, table.constants_of(layer, "k", k_transform)),
-        options.spec("v", pair.v_bits, table.constants_of(layer, "v", v_transform)),
-        options.window,
-    )
+    keys = options.spec("k", pair.k_bits, table.constants_of(layer, "k", k_transform))
+    if table.geometry.is_latent:  # beside which rotary channels stay exact
+        return LayerSpec(keys, None, options.window)
+    values = options.spec("v", pair.v_bits, table.constants_of(layer, "v", v_transform))
+    return LayerSpec(keys, values, options.window)
 
 
 def _parts_of(key: str) -> list[tuple[str, str, str]]:

@@ -32,13 +32,15 @@ class WholeModelKL:
     def measure(self, quant: QuantizationOptions, bits: int, sides: Sequence[Side]) -> list[float | None]:
         """The KL of every sequence, nats per token; None where it is not finite.
 
-        Sides that are not named are exact, others have the last of the transforms to choose from: of all, centred and
-        balanced keys are rotated and values too, as in most layers of a profile.
+        Sides that are not named are exact, and the rotary channels beside a latent; others have the last of the
+        transforms to choose from: of all, centred and balanced keys are rotated and values too, as in most layers of a
+        profile.
         """
         if self._prepared is None:
             constants = self._bench.constants(self._folder)
             self._prepared = self._bench.simulator("calibrate"), constants
         simulator, constants = self._prepared
+        sides = [side for side in sides if side in self._bench.chain.geometry.sides]
         specs = {}
         for layer, constant in constants.items():
             keys, values = (

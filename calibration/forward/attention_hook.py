@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtuner.calibration.forward.latents import noted_latent
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.forward.seen_tokens import SeenTokens, last_tokens
 from kvtuner.errors import UnsupportedModelError
@@ -77,7 +78,7 @@ def _attention(
     refuse_other_attention(f"layer {layer_id} ({name})", kwargs)
     seen = last_tokens(sliding_window) if attention_mask is None and sliding_window else attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = AttentionCall(query, key, value, scaling, softcap, seen, sinks)
+    call = AttentionCall(query, key, value, scaling, softcap, seen, sinks, noted_latent(module, layer_id))
     hook = _hook.get()
     output = attend(call) if hook is None else hook(layer_id, call)
     return output.transpose(1, 2).contiguous(), None

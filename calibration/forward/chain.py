@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
 from kvtuner.calibration.forward.decoder_layers import find_decoder_layers
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
+from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.forward.streamed_layers import on_disk, streamed_layers_of
 from kvtuner.errors import KVTunerError, NonFiniteActivationError, UnsupportedModelError
@@ -98,6 +99,8 @@ class DecoderChain:
         self.has_states = has_states(model.config)
         """Whether tokens depend on earlier ones by more than their keys and values."""
         self.name = type(model).__name__
+        self.elements_per_token = 0
+        """The numbers of one token that all layers cache, and of keys and values that are made of latents."""
         self.count = ForwardCount()
         found = find_decoder_layers(model, len(self.cache.layers))
         if found is None:
@@ -133,14 +136,18 @@ class DecoderChain:
         calls: list[LayerCall] = []
         thread = get_ident()
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
             if get_ident() != thread:  # another sequence of this model, which runs beside
-                return
+                return None
             assert kwargs is not None  # torch leaves it out where another thread has just removed its hook
+            is_latent = self.cache.layers[len(calls)].kind.name == "latent"
+            if is_latent:
+                kwargs = {**kwargs, CACHE_ARGUMENT: LatentRecorder()}
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             hidden = args[0] if args else kwargs["hidden_states"]
             residual.append(hidden if self._streamed is None else on_disk(hidden))
             calls.append(LayerCall(args[1:], rest))
+            return (args, kwargs) if is_latent else None
 
         handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
         try:
@@ -246,6 +253,8 @@ class DecoderChain:
 
         def hook(layer_id: int, call: AttentionCall) -> Tensor:
             check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
+            if (layer := self.cache.layers[layer_id]).kind.name == "latent":
+                check_latent(f"{self.name}: layer {layer_id}", layer, call)
             attention_calls.append((layer_id, call))
             return attend(call)
 
@@ -302,6 +311,9 @@ class DecoderChain:
         layers = list(self.cache.layers)
         for layer_id, call in calls:
             layer = layers[layer_id]
+            if layer.kind.name == "latent":
+                self.elements_per_token += call.k[0, :, 0].numel() + call.v[0, :, 0].numel()
+                continue
             actual = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
             expected = (layer.num_attention_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
             if layer.kind.name == "window":
@@ -318,6 +330,7 @@ class DecoderChain:
                     f" its configuration says {expected}"
                 )
         self.cache = CacheGeometry(tuple(layers))
+        self.elements_per_token += sum(layer.num_elements for layer in layers)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
+    from kvtuner.calibration.forward.latents import LatentRows
 
 PROMPT_BYTES = 1 << 30
 TOLERANCE = 0.05  # of the norm of final hidden states
@@ -28,11 +29,13 @@ TOLERANCE = 0.05  # of the norm of final hidden states
 class Prompt:
     """Exact keys and values of the first tokens of a batch, of every layer by its id; empty if no token is kept.
 
-    They are [batch, num_kv_heads, tokens, head_dim], values with v_head_dim channels.
+    They are [batch, num_kv_heads, tokens, head_dim], values with v_head_dim channels. Of layers with latents, these
+    are kept too.
     """
 
     k: Mapping[int, Tensor] = field(default_factory=dict)
     v: Mapping[int, Tensor] = field(default_factory=dict)
+    latents: Mapping[int, LatentRows] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -41,8 +44,9 @@ class Prompt:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all keys and values."""
-        return sum(x.numel() * x.element_size() for x in (*self.k.values(), *self.v.values()))
+        """The bytes of all keys and values, and of latents."""
+        latents = [x for latent in self.latents.values() for x in (latent.rows, latent.rope)]
+        return sum(x.numel() * x.element_size() for x in (*self.k.values(), *self.v.values(), *latents))
 
     def before(self, hook: AttentionHook) -> AttentionHook:
         """A hook that puts the prompt's keys and values before those that the model computes, and calls `hook`."""
@@ -52,7 +56,8 @@ class Prompt:
         def over_all_tokens(layer_id: int, call: AttentionCall) -> Tensor:
             k = torch.cat((self.k[layer_id], call.k), dim=2)
             v = torch.cat((self.v[layer_id], call.v), dim=2)
-            return hook(layer_id, replace(call, k=k, v=v))
+            latent = None if call.latent is None else call.latent.after(self.latents[layer_id])
+            return hook(layer_id, replace(call, k=k, v=v, latent=latent))
 
         return over_all_tokens
 
@@ -61,10 +66,9 @@ NO_PROMPT = Prompt()
 
 
 def prompt_bytes(chain: DecoderChain, batch: Batch, split: int) -> int:
-    """Bytes of the keys and values of the first `split` tokens of a batch."""
+    """Bytes of the keys and values of the first `split` tokens of a batch, and of latents."""
     dtype = next(chain.model.parameters()).dtype
-    per_token = sum(layer.num_elements for layer in chain.cache.layers)
-    return batch.input_ids.shape[0] * split * per_token * max(2, dtype.itemsize)
+    return batch.input_ids.shape[0] * split * chain.elements_per_token * max(2, dtype.itemsize)
 
 
 def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMPT_BYTES) -> tuple[Prompt, Trace]:
@@ -87,17 +91,20 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
         return NO_PROMPT, trace
     k: dict[int, Tensor] = {}
     v: dict[int, Tensor] = {}
+    latents: dict[int, LatentRows] = {}
 
     def keep(layer_id: int, call: AttentionCall) -> Tensor:
         k[layer_id] = call.k[:, :, :split].clone()
         v[layer_id] = call.v[:, :, :split].clone()
+        if call.latent is not None:
+            latents[layer_id] = call.latent.first(split)
         return attend(call)
 
     whole = chain.trace(batch.input_ids, batch.position_ids, keep)
     whole.check_finite()
     expected = whole.final[:, split:]
     del whole
-    prompt = Prompt(k, v)
+    prompt = Prompt(k, v, latents)
     trace = chain.trace(
         batch.input_ids[:, split:], batch.position_ids[:, split:], prompt.before(lambda _, call: attend(call))
     )

@@ -13,6 +13,7 @@ from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.quant import saturated
 
 if TYPE_CHECKING:
+    from kvtuner.calibration.forward.latents import LatentRows
     from kvtuner.calibration.forward.seen_tokens import SeenTokens
     from kvtuner.read_plan_names import ReadPlanName
 
@@ -62,6 +63,7 @@ class AttentionCall:
         seen: The tokens that a query sees where the layer has a window; None where it sees all before it.
         sinks: The score of each query head that takes part in its softmax as one more token without a value,
             [num_heads]; None where there are no such attention sinks.
+        latent: The latents that keys and values were made of; None where keys and values are cached themselves.
     """
 
     q: Tensor
@@ -71,6 +73,7 @@ class AttentionCall:
     softcap: float | None = None
     seen: SeenTokens | None = None
     sinks: Tensor | None = None
+    latent: LatentRows | None = None
 
     @property
     def is_plain(self) -> bool:

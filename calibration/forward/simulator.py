@@ -32,7 +32,8 @@ REUSE_BYTES = 1 << 30
 class LayerSpec:
     """The quantization by which one layer is simulated; None keeps a side in the served dtype.
 
-    The window's tokens are kept exactly beside the rows.
+    A latent stands as keys, and the rotary channels beside it as values. The window's tokens are kept exactly beside
+    the rows.
 
     Only an object equals itself: configurations that share layers share their objects.
     """
@@ -54,6 +55,15 @@ def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
     return spec.simulate(x.transpose(1, 2)).transpose(1, 2)
 
 
+def read_back_by(spec: LayerSpec, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values as they are read back, or as they are made of a latent that is."""
+    if call.latent is None:
+        return read_back(spec.k, call.k), read_back(spec.v, call.v)
+    rope = None if spec.v is None else read_back(spec.v, call.latent.rope)
+    keys, values = call.latent.expanded(read_back(spec.k, call.latent.rows), rope)
+    return keys.to(torch.float32), values.to(torch.float32)
+
+
 def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> AttentionHook:
     """A hook that stores the layers of `specs` as they say, and all others exactly."""
 
@@ -61,7 +71,7 @@ def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -
         spec = specs.get(layer_id)
         if spec is None or spec.is_exact:
             return attend(call)
-        return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v), spec.window)
+        return attend_by_plan(call, plan, *read_back_by(spec, call), spec.window)
 
     return hook
 

@@ -194,6 +194,8 @@ def read(
             f"only layers {write_layers(geometry.layer_ids)} of this model read all tokens, which {name} files do not"
             " say: search it instead"
         )
+    if geometry.is_latent:
+        raise ProfileError(f"this model caches latents, and {name} files are of keys and values: search it instead")
     for option in fields(options):
         flag, is_set = option.metadata.get("flag"), getattr(options, option.name) not in (None, {})
         if flag and is_set and option.name not in (formats.FORMATS[name].options or ()):

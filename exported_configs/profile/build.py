@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -109,7 +109,12 @@ def build_profile(
     owners = geometry_record.owners()
     if len(layers) != len(owners):
         raise ProfileError(f"geometry has num_layers {len(owners)}, but {len(layers)} layers were chosen")
-    k_layout, v_layout = k_layout.of_head(geometry_record.head_dim), v_layout.of_head(geometry_record.v_head_dim)
+    # A latent has no values: their group, which nothing reads, stands in the file as that of latents.
+    k_layout = k_layout.of_head(geometry_record.head_dim)
+    if geometry_record.v_head_dim:
+        v_layout = v_layout.of_head(geometry_record.v_head_dim)
+    else:
+        v_layout = replace(v_layout, group_size=k_layout.group_size)
     grid = {"symmetric": symmetric, "fit": fit}
     fields = {
         "k": {**_layout(k_layout), "transform": _usual_transform(layers, "k"), **grid},
@@ -141,14 +146,23 @@ def of_whole_model(
 ) -> tuple[ModelGeometry | CacheGeometry, list[LayerQuantization]]:
     """The geometry and the layers that a profile is built from, of its tuned layers in their order.
 
-    Other layers that own a cache keep the served dtype.
+    Other layers that own a cache keep the served dtype. A latent has one width, that of keys and of values alike; two
+    are a `PrecisionError`.
     """
     geometry = cache.tuned()
+    if geometry.is_latent:
+        tuned = [_of_latent(layer, geometry) for layer in tuned]
     if geometry.layer_ids is None:
         return geometry, list(tuned)
     chosen = dict(zip(geometry.ids, tuned, strict=True))
     native = LayerQuantization(NATIVE_BITS, NATIVE_BITS)
     return cache, [chosen.get(layer_id, native) for layer_id in cache.owners]
+
+
+def _of_latent(layer: LayerQuantization, geometry: ModelGeometry) -> LayerQuantization:
+    if layer.v_bits is not None:
+        geometry.widths(PrecisionPair(layer.k_bits, layer.v_bits))
+    return replace(layer, v_bits=None, v_transform=_identity(), v_group_size=None)
 
 
 def uniform_profile(

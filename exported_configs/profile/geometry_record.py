@@ -96,7 +96,9 @@ class GeometryRecord(StrictModel):
         """The fields of a geometry in the file: the most frequent one, and what differs from it by layer."""
         if isinstance(geometry, ModelGeometry):
             assert geometry.layer_ids is None, "a profile needs the geometry of all layers"
-            return geometry.counts()
+            if not geometry.is_latent:
+                return geometry.counts()
+            geometry = CacheGeometry.of(geometry)
         usual = geometry.usual()
         counts = {name: value for name, value in usual.counts().items() if name != "rope_dim" or value}
         size = {"num_layers": len(geometry.owners), "num_shared_layers": geometry.num_shared_layers}
@@ -123,7 +125,7 @@ class GeometryRecord(StrictModel):
         return ModelGeometry(**self.model_dump(exclude={"kind", "rope_dim", "exceptions"}))
 
     def tuned(self) -> ModelGeometry:
-        """The geometry of the full layers; `GeometryError` where there are none, or not alike."""
+        """The geometry of the layers that read all tokens; `GeometryError` where there are none, or not alike."""
         return self.by_layer().tuned() if self.is_by_layer else self.to_geometry()
 
     def owners(self) -> dict[int, LayerGeometry]:

@@ -74,7 +74,7 @@ class CacheScheme:
     @property
     def effective_bits(self) -> float | None:
         """Stored bits of a cached element, with its scales; None where nothing stores it yet."""
-        elements = len(self.pairs) * self.rows.num_kv_heads * (self.rows.head_dim + self.rows.v_head_dim)
+        elements = len(self.pairs) * self.rows.num_kv_heads * self.rows.channels
         return None if self.bytes_per_token is None else 8 * self.bytes_per_token / elements
 
     @property
@@ -172,7 +172,7 @@ class Fp8Scheme(CacheScheme):
         return None if "fp8" in str(kv_cache_dtype) else f"its cache is {kv_cache_dtype}"
 
     def _layer_bytes(self, layers: range, rows: RowShape) -> int:
-        return len(layers) * rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
+        return len(layers) * rows.num_kv_heads * rows.channels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,7 +227,9 @@ class PerChannelScheme(CacheScheme):
 
     @classmethod
     def of(cls, geometry: ModelGeometry) -> Self:
-        """The scheme for a model."""
+        """The scheme for a model; an `OptionError` for latents, which SGLang has no such flags for."""
+        if geometry.is_latent:
+            raise OptionError(f"{K4V4_PER_CHANNEL} is of keys, but this model caches latents; leave it out")
         pairs = (PrecisionPair(4, 4),) * geometry.num_layers
         return cls(name=K4V4_PER_CHANNEL, pairs=pairs, rows=geometry.row_shape(), key=K4V4_PER_CHANNEL)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.exported_configs.profile.evaluation_record import Measure
+    from kvtuner.geometry import ModelGeometry
     from kvtuner.run_folder import RunFolder
 
 JOURNAL = "validation.jsonl"
@@ -99,9 +100,10 @@ def pooled(parts: Sequence[SequenceSums]) -> SequenceSums:
     return SequenceSums(**columns, kl_p99=max(part.kl_p99 for part in parts))
 
 
-def uniform_pairs(widths: Collection[int]) -> tuple[PrecisionPair, ...]:
-    """The pairs of `UNIFORM_PAIRS` whose widths are measured."""
-    return tuple(pair for pair in UNIFORM_PAIRS if {pair.k_bits, pair.v_bits} <= set(widths))
+def uniform_pairs(widths: Collection[int], geometry: ModelGeometry) -> tuple[PrecisionPair, ...]:
+    """The pairs of `UNIFORM_PAIRS` whose widths are measured; of latents, those that are one width."""
+    pairs = (pair for pair in UNIFORM_PAIRS if {pair.k_bits, pair.v_bits} <= set(widths))
+    return tuple(pair for pair in pairs if pair.k_bits == pair.v_bits or not geometry.is_latent)
 
 
 class Validator:

@@ -54,7 +54,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
         "pp_size": pp_size,
         "uniform": [
             row(REFERENCE if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
-            for pair in (PrecisionPair(16, 16), *uniform_pairs(quant.widths))
+            for pair in (PrecisionPair(16, 16), *uniform_pairs(quant.widths, geometry))
         ],
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
         "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],

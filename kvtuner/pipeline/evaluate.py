@@ -239,7 +239,8 @@ def _local_backend(loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlan
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         say(f"{scheme.name} answers by a transformers cache: the model lies on several devices")
         return LocalBackend(loaded, scheme, read_plan)
-    is_full = loaded.shape.geometry.layer_ids is None and not has_states(loaded.shape.config)
+    geometry = loaded.shape.geometry
+    is_full = geometry.layer_ids is None and not geometry.is_latent and not has_states(loaded.shape.config)
     is_text = loaded.shape.config.get_text_config(decoder=True) is loaded.shape.config
     if not is_full or not is_text or has_sinks(loaded.model):
         say(f"{scheme.name} answers by a transformers cache: the engine takes full layers of models of text, no sinks")

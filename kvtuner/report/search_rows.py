@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtuner.evaluation.statistics import spearman
-from kvtuner.precision import SIDES, effective_bits, mean_bits
+from kvtuner.precision import effective_bits, mean_bits
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
     FrontPoint,
@@ -48,7 +48,7 @@ def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
     """Each layer, side and width under the transform with the least isolated KL (else Fisher score), and under none."""
     rows = []
     for layer in table.geometry.ids:
-        for side in SIDES:
+        for side in table.geometry.sides:
             for bits in table.widths:
                 scores = table.of(layer, side, bits)
                 best = min(scores, key=lambda name: (_kl_or_infinity(scores[name]), scores[name].fisher))
@@ -60,7 +60,7 @@ def rank_correlations(table: SensitivityTable) -> tuple[RankCorrelation, ...]:
     """Spearman's rho of each cheap score with isolated KL, over all candidates that have both."""
     rows = []
     for name, score in _CHEAP_SCORES.items():
-        for side in SIDES[: 1 if name == "e_a" else 2]:
+        for side in table.geometry.sides[: 1 if name == "e_a" else 2]:
             scores = [s for candidate, s in table.scores.items() if candidate.side == side and s.kl is not None]
             x = np.asarray([score(s) for s in scores], dtype=np.float64)
             y = np.asarray([s.kl for s in scores], dtype=np.float64)

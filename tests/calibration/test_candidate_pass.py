@@ -116,6 +116,23 @@ def test_scores_below_layers_of_other_kinds_are_those_of_a_naive_computation(
         assert_scores_agree(measurement.scores()[candidate], expected)
 
 
+@pytest.mark.parametrize("name", READ_PLANS)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("model", ["deepseek-v2", "deepseek-v3"])
+def test_scores_of_latents_are_those_of_a_naive_computation(
+    model: str, window: ExactWindow, name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
+    """Keys and values are made of what is read back, and both count."""
+    chain, plan, options = chain_of(model), plan_of(name), QuantizationOptions(window=window)
+    (batch,) = batches = random_batches(2, TOKENS, batch_size=2)
+    measurement, constants = measured(chain, batches, plan, options=options)
+    assert {candidate.side for candidate in measurement.sums} == {"k"}
+    for side, bits, transform in CANDIDATES[:4]:
+        candidate = Candidate(1, side, bits, transform)
+        expected = naive_scores(chain, batch, candidate, constants, plan, options)
+        assert_scores_agree(measurement.scores()[candidate], expected)
+
+
 @pytest.mark.parametrize("model", ["head-dim-80", "qwen3-qk-norm", "qwen3-moe"])
 def test_group_sizes_and_symmetry_reach_every_candidate(
     model: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches

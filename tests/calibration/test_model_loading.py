@@ -288,11 +288,7 @@ def test_a_context_that_the_model_lacks_is_refused(length: int, message: str, mo
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        (
-            "DeepseekV3",
-            {**DECODER, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-            "multi-head latent attention (MLA)",
-        ),
+        ("DeepseekV32", {"num_hidden_layers": 2}, "indexed_attention in layer 0, which reads its tokens otherwise"),
         ("Qwen3Next", DECODER, "no layer with a KV cache"),
         ("Mamba", {}, "no layer with a KV cache"),
         ("Whisper", {}, "encoder-decoder"),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, LayerConstants, SensitivityTable
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants, SensitivityTable
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import SEARCHED_BITS
+from kvtuner.precision import SEARCHED_BITS, SIDES
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:

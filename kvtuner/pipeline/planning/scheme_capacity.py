@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvtuner.errors import BudgetError
+from kvtuner.errors import BudgetError, ServingError
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
@@ -53,11 +53,13 @@ class SchemeSizes:
     """The bytes of every scheme on a server's ranks, and what fits by them."""
 
     def __init__(self, shape: ModelShape, quant: QuantizationOptions, server: ServerMemory) -> None:
+        if shape.geometry.is_latent:
+            raise ServingError("a plan is of SGLang, which serves no latents by a profile yet: leave the plan out")
         self.shape, self.quant, self.server = shape, quant, server
         self.ranks = serving_ranks(quant, shape, tp_size=server.tp_size, pp_size=server.pp_size)
         rows = self.ranks.shape
         self._copies_of_layer = self._copies([SMALLEST_PAIR])
-        self.channels = rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
+        self.channels = rows.num_kv_heads * rows.channels
         self.workspace_bytes = attention_bytes(
             AttentionShape.of(
                 shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
@@ -72,7 +74,7 @@ class SchemeSizes:
 
     def rows(self, budgets: Sequence[str]) -> tuple[SchemeCapacity, ...]:
         """The capacity of every scheme, and of every budget."""
-        pairs = uniform_pairs(self.quant.widths)
+        pairs = uniform_pairs(self.quant.widths, self.shape.geometry)
         uniforms = (self._row(str(pair), "uniform", self.ranks.shape.pair_bytes(pair)) for pair in pairs)
         return (*self.sglang_rows(), *uniforms, *(self.budget_row(Budget.parse(text)) for text in budgets))
 

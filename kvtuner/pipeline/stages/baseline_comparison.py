@@ -145,7 +145,7 @@ def _best_pair(run: SearchRun, outcome: SearchOutcome) -> PrecisionPair | None:
 def _baselines(run: SearchRun, best: PrecisionPair | None) -> list[CacheScheme]:
     """The unquantized model, uniforms without transforms and with the best, the best pair among them, and fp8."""
     schemes: list[CacheScheme] = [UnquantizedScheme.of(run.shape.geometry)]
-    pairs = dict.fromkeys([*uniform_pairs(run.table.widths), *([] if best is None else [best])])
+    pairs = dict.fromkeys([*uniform_pairs(run.table.widths, run.table.geometry), *([] if best is None else [best])])
     for transforms in (False, True):
         for pair in pairs:
             configuration = run.uniform(pair, transforms=transforms)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.auto_settings.scale_layouts import equal_layouts
-from kvtuner.precision import SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, ScaleLayout, Side, WordBits
+from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, ScaleLayout, Side, WordBits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -43,18 +43,17 @@ def competing_layouts(options: MeasurementOptions, shape: ModelShape) -> dict[Si
     """The layouts that ``auto`` compares by a measurement, by side; a side with a group size of its own has none."""
     if options.word_bits != "auto":
         return {}
-    heads = (shape.geometry.head_dim, shape.geometry.v_head_dim)
-    groups = (options.k_group_size, options.v_group_size)
-    sides = zip(SIDES, heads, groups, strict=True)
-    layouts = {side: equal_layouts(head_dim) for side, head_dim, group in sides if group is None}
+    groups = {"k": options.k_group_size, "v": options.v_group_size}
+    channels = shape.geometry.channels
+    layouts = {side: equal_layouts(head_dim) for side, head_dim in channels.items() if groups[side] is None}
     return {side: pair for side, pair in layouts.items() if pair is not None}
 
 
 def layouts_text(quant: QuantizationOptions, shape: ModelShape, comparisons: Sequence[LayoutComparison]) -> str:
     """The scale layouts of a search in one line, with the KL of short words where they were compared."""
     ratios = {c.side: f" ({c.ratio:.2f} of the KL of {c.wide})" for c in comparisons if c.chosen == c.short}
-    heads = (shape.geometry.head_dim, shape.geometry.v_head_dim)
+    nouns = {"k": "latents"} if shape.geometry.is_latent else {"k": "keys", "v": "values"}
     parts = []
-    for side, noun, head_dim in zip(SIDES, ("keys", "values"), heads, strict=True):
-        parts.append(f"{noun} {quant.layout(side).of_head(head_dim)}{ratios.get(side, '')}")
+    for side, head_dim in shape.geometry.channels.items():
+        parts.append(f"{nouns[side]} {quant.layout(side).of_head(head_dim)}{ratios.get(side, '')}")
     return ", ".join(parts)

@@ -230,7 +230,7 @@ def _additivity(run: SearchRun, outcome: SearchOutcome) -> tuple[AdditivityRow, 
     checks = [] if outcome.measured_kl is None else [("winner", outcome.configuration, outcome.measured_kl)]
     if outcome.exact is not None and outcome.exact_kl is not None:
         checks.append(("exact", outcome.exact, outcome.exact_kl))
-    uniforms = [pair for pair in uniform_pairs(run.table.widths) if pair in outcome.uniform_kl]
+    uniforms = [pair for pair in uniform_pairs(run.table.widths, run.table.geometry) if pair in outcome.uniform_kl]
     checks += [(str(pair), run.uniform(pair, transforms=True), outcome.uniform_kl[pair]) for pair in uniforms]
     rows = [AdditivityRow(name, predicted_score(configuration), kl) for name, configuration, kl in checks]
     return tuple(row for row in rows if not math.isnan(row.predicted))

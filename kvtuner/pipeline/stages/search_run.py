@@ -13,7 +13,7 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import ModelShape, load_model, read_shape
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
-from kvtuner.errors import PrecisionError, SearchSpaceError
+from kvtuner.errors import OptionError, PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.exported_configs.identity.model_identity import DEMO
 from kvtuner.pipeline.progress import say
@@ -66,10 +66,12 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
 
 def _check_groups(options: MeasurementOptions, shape: ModelShape, widths: Collection[int]) -> None:
     geometry = shape.geometry
-    for flag, head_dim, group in (
-        ("--k-group-size", geometry.head_dim, options.k_group_size),
-        ("--v-group-size", geometry.v_head_dim, options.v_group_size),
-    ):
+    if geometry.is_latent and (options.v_group_size is not None or options.pairs):
+        flag = "--pairs" if options.pairs else "--v-group-size"
+        raise OptionError(f"{flag} is of keys and values, but this model caches latents, which are both; leave it out")
+    groups = {"k": options.k_group_size, "v": options.v_group_size}
+    for side, head_dim in geometry.channels.items():
+        flag, group = f"--{side}-group-size", groups[side]
         if group is None:
             continue
         for bits in widths:
@@ -88,13 +90,10 @@ def why_no_three_bits(options: MeasurementOptions, shape: ModelShape) -> str | N
     """Why 3 bits are not measured, None where they are: they need heads of a multiple of 16 channels."""
     if not options.three_bits:
         return "leave --no-three-bits out"
-    geometry = shape.geometry
-    for head_dim, group in (
-        (geometry.head_dim, options.k_group_size),
-        (geometry.v_head_dim, options.v_group_size),
-    ):
+    groups = {"k": options.k_group_size, "v": options.v_group_size}
+    for side, head_dim in shape.geometry.channels.items():
         try:
-            check_group_size(head_dim, THREE_BITS, group or head_dim)
+            check_group_size(head_dim, THREE_BITS, groups[side] or head_dim)
         except PrecisionError as error:
             return str(error)
     return None
@@ -108,8 +107,9 @@ def kept_pairs(options: SearchOptions, shape: ModelShape) -> dict[int, Precision
 
 
 def check_measured(pairs: Iterable[PrecisionPair], options: MeasurementOptions, shape: ModelShape) -> None:
-    """Refuse pairs of 3 bits where these are not measured by a `SearchSpaceError`."""
+    """Refuse pairs of 3 bits where these are not measured by a `SearchSpaceError`, and two widths of a latent."""
     for pair in pairs:
+        shape.geometry.widths(pair)
         if THREE_BITS in (pair.k_bits, pair.v_bits) and (reason := why_no_three_bits(options, shape)):
             raise SearchSpaceError(f"{pair} needs 3 bits to be measured too; {reason}")
 

@@ -16,7 +16,6 @@ from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.scale_words import competing_layouts
-from kvtuner.precision import SIDES
 from kvtuner.progress.bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -39,9 +38,10 @@ def forward_tokens_ahead(
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
     widths = quant.widths
-    narrowest = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in SIDES)
-    isolated = narrowest + 2 * (len(widths) - 2)  # of 8 bits none
-    schemes = 2 * len(uniform_pairs(widths)) + 2
+    sides = shape.geometry.sides
+    narrowest = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in sides)
+    isolated = narrowest + len(sides) * (len(widths) - 2)  # of 8 bits none
+    schemes = 2 * len(uniform_pairs(widths, shape.geometry)) + 2
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
     lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
@@ -54,8 +54,8 @@ def forward_tokens_ahead(
     }
     if isinstance(options, SearchOptions):
         trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
-        # The widths of keys, 16 bits among them, by those of values.
-        ahead["uniform table"] = select * (len(widths) + 1) ** 2
+        # The widths of keys, 16 bits among them, by those of values; a latent has one.
+        ahead["uniform table"] = select * (len(widths) + 1) ** len(sides)
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
         # Every scheme at small and at large position offsets.
         ahead["validation"] = 2 * report * (schemes + len(targets))

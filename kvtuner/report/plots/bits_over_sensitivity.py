@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.precision import SIDES
+from kvtuner.precision import SIDES, Side
 from kvtuner.report.formatting import is_positive, number
 from kvtuner.report.plots.drawing import CHARACTER, Drawing, LogAxis, tick_name
 from kvtuner.report.search_data import SCORE_TITLES
@@ -68,7 +68,7 @@ def has_gaps(data: ReportData) -> bool:
     bits, scores = least_width(data), _scores(data)
     if bits is None:
         return False
-    rows = (scores.get((layer.layer, side), {}).get(bits) for layer in data.layers for side in SIDES)
+    rows = (scores.get((layer.layer, side), {}).get(bits) for layer in data.layers for side in _sides(data))
     values = (None if row is None else row.best.get(data.score) for row in rows)
     return not all(value is not None and math.isfinite(value) for value in values)
 
@@ -80,6 +80,11 @@ def worst_layers(data: ReportData) -> str:
     ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
     worst = ", ".join(f"layer {row.layer} {_NOUNS[row.side]} {number(score)}" for score, row in ranked[:3])
     return f". {SCORE_TITLES[data.score]} at {bits} bits is worst for {worst}" if worst else ""
+
+
+def _sides(data: ReportData) -> list[Side]:
+    """The sides that were measured; a latent stands as keys."""
+    return [side for side in SIDES if any(row.side == side for row in data.sensitivity)]
 
 
 def _scores(data: ReportData) -> Scores:
@@ -124,7 +129,7 @@ def _draw_bars(
     bar = min((cell - 4) / 2, 12.0)
     for column, row in enumerate(band):
         middle = _GUTTER + (column + 0.5) * cell
-        for side, left in zip(SIDES, (middle - bar - 0.5, middle + 0.5), strict=True):
+        for side, left in zip(_sides(data), (middle - bar - 0.5, middle + 0.5), strict=False):
             rows = scores.get((row.layer, side), {})
             value = rows[bits].best.get(data.score) if bits in rows else None
             title = f"layer {row.layer}, {_NOUNS[side]} alone: {_score_text(data, rows)}"

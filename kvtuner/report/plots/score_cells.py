@@ -69,7 +69,7 @@ def sensitivity_cells(data: ReportData, width: float) -> Drawing:
     for bits in widths:
         drawing.write(_GUTTER, drawing.height + _TITLE / 2, f"{bits} bits", "strong")
         drawing.height += _TITLE
-        for side in SIDES:
+        for side in (side for side in SIDES if any(row.side == side for row in data.sensitivity)):
             drawing.write(_GUTTER - 8, drawing.height + _ROW / 2, side.upper(), anchor="end")
             for layer in range(layers):
                 score, title = scores.get((bits, side, layer)), f"layer {layer}, {side.upper()} at {bits} bits: "
