@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
+from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
+from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, MOST_SPLITS
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -65,3 +69,26 @@ def test_layers_of_all_kinds_share_it_at_every_batch(row_format: MakeRowFormat, 
             out = torch.full_like(q, torch.nan)
             assert implementation.decode(q, keys, values, indptr, slots, scores, out) is out
             assert (out - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("num_splits", [5, MOST_SPLITS])
+def test_splits_without_tokens_are_not_read(num_splits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
+    lengths = (0, 16, 33, 400)
+    values, heads, block = KernelSide.of(poisoned(row_format(1, 64, 4), 2)), 2, INTERPRETED.tokens
+    generator = torch.Generator().manual_seed(1)
+    # A split that nobody wrote holds anything, its weight too.
+    partial = torch.full((len(lengths), heads, num_splits, 64), torch.nan)
+    lse = torch.full((len(lengths), heads, num_splits), torch.nan)
+    expected = torch.zeros(len(lengths), heads, 64)
+    for request, length in enumerate(lengths):
+        per_split = -(-max(length, INTERPRETED.min_split * num_splits) // num_splits)
+        used = -(-length // (-(-per_split // block) * block))
+        assert used <= num_splits
+        if used:
+            partial[request, :, :used] = torch.randn(heads, used, 64, generator=generator)
+            lse[request, :, :used] = 3 * torch.randn(heads, used, generator=generator)
+            shares = torch.softmax(lse[request, :, :used] * torch.log(torch.tensor(2.0)), dim=-1)
+            expected[request] = (partial[request, :, :used] * shares[..., None]).sum(1)
+    out, indptr = torch.full_like(expected, torch.nan), torch.tensor([0, *itertools.accumulate(lengths)])
+    launch._merge(partial, lse, indptr, values, INTERPRETED, num_splits, len(lengths), out, extend=False, exact_parts=0)
+    assert (out - expected).abs().max() < 1e-5
