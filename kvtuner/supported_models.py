@@ -1,7 +1,7 @@
 """The models that kvtuner takes, and what their layers cache, by their configuration alone. Knows nothing of weights.
 
 Layers that read all tokens are tuned, those that cache latents among them. A search and a transformers cache leave
-other layers as they are beside them; a server of ours does not run such models yet.
+other layers as they are beside them, and SGLang those with a window.
 """
 
 from __future__ import annotations
@@ -149,6 +149,31 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
     geometry = CacheGeometry(tuple(_layer(text, layer_id, kind) for layer_id, kind in enumerate(kinds)))
     geometry.tuned()
     return geometry
+
+
+def read_served_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:
+    """What every layer of a model caches that SGLang serves with a profile: all tokens, or those of a window.
+
+    Raises:
+        UnsupportedModelError: A layer has another cache, or none.
+        GeometryError: The configuration does not tell its heads.
+    """
+    geometry = read_cache_geometry(config, context_length=context_length)
+    text = config.get_text_config(decoder=True)
+    name, types = getattr(text, "model_type", type(text).__name__), layer_kinds(text)
+    for layer_id, layer in enumerate(geometry.layers):
+        kind = types[min(layer_id, len(types) - 1)]
+        if layer.kind.name == "latent":
+            raise UnsupportedModelError(_not_served(name, "multi-head latent attention (MLA)"))
+        if kind in _BESIDE_STATES or not layer.kind.owns_cache:
+            raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, a layer without a KV cache"))
+        if kind == "chunked_attention" and layer.kind != LayerKind():
+            raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, which reads its chunk alone"))
+    return geometry
+
+
+def _not_served(name: str, what: str) -> str:
+    return f"{name!r} has {what}; SGLang serves profiles of layers that read all tokens or a window: run it without one"
 
 
 def _kind(text: Any, name: str, layer_id: int, layer_type: str, longest: int | None) -> LayerKind:

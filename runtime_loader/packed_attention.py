@@ -5,7 +5,7 @@ Knows nothing of servers, caches or implementations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -67,10 +67,16 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class ScoreScaling:
-    """The scaling of products to scores: with a `logit_cap` they are ``cap * tanh(scale * product / cap)``."""
+    """The scaling of products to scores: with a `logit_cap` they are ``cap * tanh(scale * product / cap)``.
+
+    Attributes:
+        sink_scores: The scores of attention sinks, float32 [num_heads]: each query's softmax has that of its head as
+            one more, of a token without a value. None where a model has none.
+    """
 
     scale: float
     logit_cap: float = 0.0
+    sink_scores: Tensor | None = field(default=None, compare=False)
 
     def __call__(self, products: Tensor) -> Tensor:
         """Scores of products q . k."""

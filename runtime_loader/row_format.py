@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.errors import ProfileError
+from kvtuner.geometry import kv_heads_of_rank
 from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import NATIVE_BITS, row_bytes
 from kvtuner.quant import QuantSpec, encode_fp8, saturated
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.layer_geometry import LayerGeometry
     from kvtuner.precision import Side
 
 BLOCK_TOKENS: Final = 2048
@@ -123,3 +125,21 @@ def rank_formats(
         return RowFormat(len(heads), dims[name], spec)
 
     return tuple(LayerFormat(side(layer_id, "k"), side(layer_id, "v"), geometry.is_latent) for layer_id in layers)
+
+
+def pool_formats(
+    profile: Profile, layers: Sequence[int], *, tp_rank: int = 0, tp_size: int = 1
+) -> tuple[LayerFormat, ...]:
+    """The storage of layers that share a pool, full ones as by `rank_formats` and those with a window unquantized.
+
+    Errors are those of `rank_formats`.
+    """
+    windows = {layer_id: layer for layer_id, layer in profile.geometry.owners().items() if layer.kind.name == "window"}
+    full = [layer_id for layer_id in layers if layer_id not in windows]
+    packed = iter(rank_formats(profile, full, tp_rank=tp_rank, tp_size=tp_size))
+
+    def native(layer: LayerGeometry) -> LayerFormat:
+        heads = len(kv_heads_of_rank(layer.num_kv_heads, tp_rank, tp_size))
+        return LayerFormat(RowFormat(heads, layer.head_dim, None), RowFormat(heads, layer.v_head_dim, None))
+
+    return tuple(native(windows[layer_id]) if layer_id in windows else next(packed) for layer_id in layers)

@@ -55,8 +55,9 @@ class TorchAttention:
         out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
-        # Without a cap or copies softmax cancels what all cached keys share.
-        layer = _Layer(keys, values, scores, shares_mean=scores.logit_cap > 0 or window is not None)
+        # Without a cap, copies or sinks softmax cancels what all cached keys share.
+        is_shared = scores.logit_cap > 0 or window is not None or scores.sink_scores is not None
+        layer = _Layer(keys, values, scores, shares_mean=is_shared)
         output = q.new_zeros(len(q), q.shape[1], values.format.head_dim) if out is None else out.zero_()
         for request, (start, stop) in enumerate(_spans(indptr, len(q))):
             if start == stop:
@@ -243,6 +244,10 @@ class _Layer:
                 weights = softmax.weights(scores)
                 sums = softmax.in_model_space if part.in_model_space else softmax.stored
                 sums += read_values().weighted(weights)
+        if self.scores.sink_scores is not None:
+            softmax.add_sinks(
+                self.scores.sink_scores.float().view(*shape[:2], 1).expand(shape).flatten(1).unsqueeze(-1)
+            )
         stored, model = (
             (sums / softmax.total).unflatten(1, shape[1:]).permute(2, 0, 1, 3).flatten(1, 2)
             for sums in (softmax.stored, softmax.in_model_space)
@@ -270,6 +275,15 @@ class _OnlineSoftmax:
         self.total += weights.sum(-1, keepdim=True)
         self._top = top
         return weights
+
+    def add_sinks(self, scores: Tensor) -> None:
+        """Count scores [num_kv_heads, queries, 1] of tokens without values, after all others."""
+        top = torch.maximum(self._top, scores)
+        shrink = torch.exp(self._top - top)
+        for sums in (self.stored, self.in_model_space, self.total):
+            sums *= shrink
+        self.total += torch.exp(scores - top)
+        self._top = top
 
 
 @dataclass(frozen=True, slots=True)

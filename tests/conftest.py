@@ -180,6 +180,8 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 parameter += 0.3 * torch.randn_like(parameter)
+            if parameter_name.endswith("sinks"):  # which servers load in bf16
+                parameter.copy_(parameter.bfloat16())
     return model
 
 
@@ -235,12 +237,14 @@ def load_tiny(model_folder: ModelFolder) -> LoadTiny:
 def profile_of() -> ProfileOf:
     """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all.
 
-    Its groups are whole heads, or half ones; `words` are the bits of the scale words of keys and of values.
+    Its groups are whole heads, or half ones; `words` are the bits of the scale words of keys and of values. Layers are
+    all of the model's, or with `by_kinds` those that read all tokens.
     """
     from kvtuner.exported_configs.profile import records
-    from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
+    from kvtuner.exported_configs.profile.build import AskedBudget, build_profile, of_whole_model
     from kvtuner.geometry import ModelGeometry
     from kvtuner.precision import ExactWindow, ScaleLayout
+    from kvtuner.supported_models import read_cache_geometry
 
     digest = "sha256:" + 64 * "0"
 
@@ -266,12 +270,15 @@ def profile_of() -> ProfileOf:
         window: ExactWindow | None = None,
         words: tuple[WordBits, WordBits] = (32, 32),
         half_groups: bool = False,
+        by_kinds: bool = False,
     ) -> Profile:
-        geometry = ModelGeometry.from_config(config)
+        cache = read_cache_geometry(config) if by_kinds else None
+        geometry = ModelGeometry.from_config(config) if cache is None else cache.tuned()
+        whole, layers = (geometry, layers) if cache is None else of_whole_model(cache, layers)
         share = 2 if half_groups else 1
         architecture = (getattr(config, "architectures", None) or ["Tiny"])[0]
         return build_profile(
-            geometry=geometry,
+            geometry=whole,
             layers=layers,
             k_layout=ScaleLayout(group_size or geometry.head_dim // share, word_bits=words[0]),
             v_layout=ScaleLayout(group_size or geometry.v_head_dim // share, word_bits=words[1]),

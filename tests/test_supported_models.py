@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import (
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.supported_models import refuse_other_caches
+from kvtuner.supported_models import read_served_geometry, refuse_other_caches
 
 
 def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:
@@ -73,3 +74,25 @@ def test_a_model_whose_layers_read_every_token_is_taken(config: PreTrainedConfig
     config.get_text_config(decoder=True).kv_lora_rank = 8
     with pytest.raises(UnsupportedModelError, match="MLA"):
         refuse_other_caches(config)
+
+
+def test_a_server_takes_layers_that_read_all_tokens_or_a_window() -> None:
+    kinds = [layer.kind.name for layer in read_served_geometry(Gemma3TextConfig(num_hidden_layers=6)).layers]
+    assert kinds == ["window"] * 5 + ["full"]
+    assert read_served_geometry(LlamaConfig()).tuned().layer_ids is None
+    assert read_served_geometry(GptOssConfig()).tuned().num_layers == 18
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (Qwen3NextConfig(), "linear_attention in layer 0, a layer without a KV cache"),
+        (FalconH1Config(), "hybrid in layer 0, a layer without a KV cache"),
+        (Llama4TextConfig(), "chunked_attention in layer 0, which reads its chunk alone"),
+        (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_server_refuses_layers_with_other_caches(config: PreTrainedConfig, what: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=what):
+        read_served_geometry(config)

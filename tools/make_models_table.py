@@ -1,28 +1,33 @@
 """The table of docs/models.md: ``python -m tools.make_models_table`` writes it anew from what is installed.
 
 A row is a kind of model that transformers loads as a decoder of text, alone or beside what reads images. Its cells are
-found by code: the test that runs a tiny checkpoint of it, or why it is refused by its configuration.
+found by code: the test that runs a tiny checkpoint of it, or why it is refused by its configuration, by a server's
+check of SGLang's own reading of that too.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import tempfile
+from functools import cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
-sys.path.insert(0, str(ROOT / "tests"))
+ON_A_PROCESSOR: Final = ROOT / "examples" / "sglang_on_cpu"
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "fixtures"), str(ON_A_PROCESSOR)]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 PAGE: Final = ROOT / "docs" / "models.md"
 BEGIN: Final = "<!-- made by python -m tools.make_models_table -->"
-SERVED: Final = ("llama", "qwen2", "qwen2_vl", "qwen2_5_vl")
-"""The kinds of which tests start a real SGLang server on a processor."""
+SERVERS: Final = ("test_agreement.py", "layers/test_windows.py")
+"""The tests of tests/sglang/ that start a real server for each of their `FAMILIES`."""
 CHAINS: Final = ("Cohere", "Granite", "StableLm", "Olmo2", "GPTNeoX", "OPT", "GPT2")
 """The prefixes of models that tests run layer by layer alone."""
 NO_CACHE_OF_OURS: Final = ("minimax",)
@@ -32,6 +37,7 @@ NO_CHAIN: Final = {
 }
 
 
+@cache
 def tested() -> dict[str, str]:
     """The name that tests have for a tiny checkpoint, by kind of model."""
     import transformers
@@ -46,18 +52,29 @@ def tested() -> dict[str, str]:
     return found
 
 
+@cache
+def served() -> dict[str, str]:
+    """The name of the tiny checkpoint that tests serve by a real SGLang on a processor, by kind of model."""
+    import transformers
+
+    names = {name for file in SERVERS for name in _module(ROOT / "tests" / "sglang" / file).FAMILIES}
+    kinds = {kind: name for kind, name in tested().items() if name in names}
+    for prefix in import_module("tiny.image_models").KINDS:
+        kinds[getattr(transformers, f"{prefix}Config").model_type] = prefix
+    return kinds
+
+
 def rows() -> Iterator[tuple[str, str, str, str, str]]:
     """The kind of each model, and its cells: search, transformers host, SGLang on a processor, Triton."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tests = tested()
-    names = {
-        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        *tests,
+    classes = {
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
-    for name in sorted(names):
+    for name in sorted({*classes, *tests}):
         try:
             config = CONFIG_MAPPING[name]()
         except Exception:  # one that needs the configurations of its parts
@@ -67,7 +84,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         host = "refused: it takes its own cache alone" if name in NO_CACHE_OF_OURS else search
         if tests.get(name) in CHAINS:
             host = "by its configuration"
-        server = search if is_refused else _served(name, config)
+        server = search if is_refused else _served(name, config, classes.get(name))
         triton = server if server.startswith("refused") else "kernels by rows, interpreted; no GPU yet"
         yield name, search, host, server, triton
 
@@ -88,15 +105,42 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
     return "by its configuration: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
 
-def _served(name: str, config: Any) -> str:
-    from kvtuner.errors import KVTunerError
-    from kvtuner.supported_models import refuse_other_caches
+def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -> str:
+    """What a server does, by SGLang's own reading of a configuration as a checkpoint of that class has it."""
+    if name in served():
+        return f"tested as `{served()[name]}`"
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.registry import ModelRegistry
 
+    from kvtuner.errors import KVTunerError
+    from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
+    from kvtuner.supported_models import read_served_geometry
+
+    if model_class is None:
+        return "refused: no class of transformers reads text alone"
+    config.architectures = [model_class if isinstance(model_class, str) else model_class[0]]
     try:
-        refuse_other_caches(config)
+        geometry = read_served_geometry(config)
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            refuse_other_pools(ModelConfig(folder), geometry)
     except KVTunerError as error:
         return f"refused: {_short(str(error))}"
-    return "tested" if name in SERVED else "plain attention, untested"
+    except Exception as error:  # whatever SGLang raises of a configuration without weights
+        return f"refused: SGLang does not read its configuration ({type(error).__name__})"
+    if not ModelRegistry.is_arch_supported(config.architectures[0]):
+        return "by transformers' code in SGLang, untested"
+    has_windows = any(layer.kind.name == "window" for layer in geometry.layers)
+    return "windows by SGLang's kernels, untested" if has_windows else "plain attention, untested"
+
+
+def _module(path: Path) -> ModuleType:
+    """The module of a file, whatever its folder is."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _short(text: str) -> str:
@@ -116,6 +160,7 @@ def page(text: str) -> str:
 
 def main() -> None:
     """Write the page."""
+    _module(ON_A_PROCESSOR / "sitecustomize.py")  # what SGLang needs where there is no GPU
     logging.disable(logging.WARNING)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -59,6 +59,14 @@ class _Attended:
         share = torch.exp(other.lse - lse.clamp(min=_LOWEST)).unsqueeze(-1)
         return _Attended(torch.lerp(self.output, other.output, share), lse)
 
+    def beside_sinks(self, scores: ScoreScaling) -> Tensor:
+        """The output where each query's softmax has a score of a token without a value too, if a model has sinks."""
+        if scores.sink_scores is None:
+            return self.output
+        lse = torch.logaddexp(self.lse, scores.sink_scores.float())
+        share = torch.exp(self.lse - lse.clamp(min=_LOWEST))  # [queries, num_heads]
+        return self.output * share.unsqueeze(-1)
+
 
 class NativeAttention:
     """`PackedAttention` by the library for one instruction set, on as many threads as torch has.
@@ -114,14 +122,16 @@ class NativeAttention:
         """See `PackedAttention.decode`."""
         spans = decode_spans(indptr, slots, len(q))
         if window is None:
-            output = values.transform.invert(self._of_rows(q, keys, values, spans, scores, scores.logit_cap > 0).output)
+            is_shared = scores.logit_cap > 0 or scores.sink_scores is not None
+            rows = self._of_rows(q, keys, values, spans, scores, is_shared)
+            output = values.transform.invert(rows.beside_sinks(scores))
         else:
-            rows, copies = split_by_window(window, spans)
+            in_rows, copies = split_by_window(window, spans)
             ring = window.ring
             k, v = ring.keys.flatten(0, 1), ring.values.flatten(0, 1)
             exact = self._of_states(q, k, v, copies, scores)
-            of_rows = self._of_rows(q, keys, values, rows, scores, True)
-            output = _Attended(values.transform.invert(of_rows.output), of_rows.lse).merged(exact).output
+            rows = self._of_rows(q, keys, values, in_rows, scores, True)
+            output = _Attended(values.transform.invert(rows.output), rows.lse).merged(exact).beside_sinks(scores)
         return _delivered(output, q, out)
 
     def extend(
@@ -133,7 +143,8 @@ class NativeAttention:
         Where copies at hand have gaps, torch attends; and where chunks have nothing before them, in half of the time.
         """
         chunk = Chunk.of(bounds)
-        if chunk.is_alone(len(q)) and (window is None or window.stored is None) and not scores.logit_cap:
+        is_plain = not scores.logit_cap and scores.sink_scores is None
+        if is_plain and chunk.is_alone(len(q)) and (window is None or window.stored is None):
             return _delivered(_attention_within(chunk, q, k, v, scores), q, out)
         reads = chunk.reads(window)
         if reads is None:
@@ -147,7 +158,7 @@ class NativeAttention:
         if reads.rows.num_tokens:
             part = self._of_rows(q, keys, values, reads.rows, scores, True)
             parts.append(_Attended(values.transform.invert(part.output), part.lse))
-        return _delivered(functools.reduce(_Attended.merged, parts).output, q, out)
+        return _delivered(functools.reduce(_Attended.merged, parts).beside_sinks(scores), q, out)
 
     def read(self, stored: PackedRows, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """See `PackedAttention.read`: in float32."""

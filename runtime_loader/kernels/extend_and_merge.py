@@ -123,10 +123,11 @@ def merge_splits(
     partial_ptr, lse_ptr, q_indptr_ptr, out_ptr, out_stride_t, out_stride_h, num_splits, num_requests,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, MOST_SPLITS: tl.constexpr, STEPS: tl.constexpr,
     EXTEND: tl.constexpr, EXACT_PARTS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, sink_ptr=None,
 ):  # fmt: skip
     """Merge one head of one query: weight its splits, undo the values' transform, once, and add its exact parts.
 
+    Attention sinks [num_heads], where there are any, are the scores of one more token for each head, without a value.
     SPLITS partial outputs are read at once, of at most MOST_SPLITS. Where requests have one query, the splits of a
     request without tokens are not read: which these are follows from its rows, that `q_indptr_ptr` then counts.
     """
@@ -182,6 +183,12 @@ def merge_splits(
         total = total * shrink + share
         out = out * shrink[:, None] + exact * share[:, None]
         top = new_top
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head + tl.zeros([1], tl.int32)) * 1.4426950408889634  # [1], as log2
+        new_top = tl.maximum(top, sink)  # [1]
+        shrink = tl.exp2(top - new_top)  # [1]
+        total = total * shrink + tl.exp2(sink - new_top)
+        out = out * shrink[:, None]
     # A request without tokens has a total of 0, and reads zeros.
     out = tl.reshape(out / tl.where(total == 0.0, 1.0, total)[:, None], (PADDED,))  # [PADDED]
     if out_ptr.dtype.element_ty == tl.float16:

@@ -127,7 +127,7 @@ def decode(
     As `PackedAttention.decode`; `indptr` may be longer than [requests + 1]; channels of `q` and `out` are contiguous.
     """
     # Softmax cancels it where all keys are rows.
-    biased = keys.centered and (scores.logit_cap > 0 or window is not None)
+    biased = keys.centered and (scores.logit_cap > 0 or window is not None or scores.sink_scores is not None)
     queries, bias = _prepare(q, keys, launch, scratch, biased=biased)
     partial, lse = _attend_rows(
         q, queries, bias, keys, values, indptr, slots, scores, launch, num_splits, scratch,
@@ -140,7 +140,7 @@ def decode(
             EXTEND=False, EXACT_PARTS=1, PART=0, num_warps=4,
         )  # fmt: skip
     _merge(
-        partial, lse, indptr, values, launch, num_splits, len(q), out, extend=False,
+        partial, lse, indptr, values, launch, num_splits, len(q), out, scores, extend=False,
         exact_parts=int(window is not None),
     )  # fmt: skip
 
@@ -188,7 +188,10 @@ def extend(
             window, TILE=FRESH["TILE"], EXTEND=True, EXACT_PARTS=parts, PART=parts - 1,
             **fresh_options(keys, values),
         )  # fmt: skip
-    _merge(partial, lse, bounds.tokens, values, launch, num_splits, num_requests, out, extend=True, exact_parts=parts)
+    _merge(
+        partial, lse, bounds.tokens, values, launch, num_splits, num_requests, out, scores, extend=True,
+        exact_parts=parts,
+    )  # fmt: skip
 
 
 def copy_tokens(ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
@@ -319,12 +322,13 @@ def _attend_rows(
 
 def _merge(
     partial: Tensor, lse: Tensor, q_indptr: Tensor, values: KernelSide, launch: DecodeLaunch, num_splits: int,
-    num_requests: int, out: Tensor, *, extend: bool, exact_parts: int,
+    num_requests: int, out: Tensor, scores: ScoreScaling, *, extend: bool, exact_parts: int,
 ) -> None:  # fmt: skip
+    sinks = {} if scores.sink_scores is None else {"sink_ptr": scores.sink_scores.float().contiguous()}
     merge_splits[(len(out), out.shape[1])](
         partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
         PADDED=values.padded, STEPS=values.steps, EXTEND=extend, EXACT_PARTS=exact_parts,
-        **merge_facts(launch, num_splits), **launch.launch_options,
+        **merge_facts(launch, num_splits), **sinks, **launch.launch_options,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     METADATA_BACKEND,
     ROLES,
     has_adapters,
+    refuse_beside_windows,
     refuse_flags,
 )
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
@@ -112,6 +113,8 @@ def _check(server_args: Any) -> None:
         model_config = model_config_of(server_args)
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
         profile = loaded.profile(model_config)
+        if profile.tuned_geometry().layer_ids is not None:
+            refuse_beside_windows(arguments)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         if arguments.speculative_algorithm is not None and profile.window.num_tokens:
             raise ServingError(

@@ -14,12 +14,11 @@ from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
-from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
-from kvtuner.supported_models import refuse_other_caches
+from kvtuner.supported_models import read_served_geometry, refuse_other_caches
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
@@ -97,17 +96,19 @@ class LoadedRequest:
 
     def profile(self, model_config: Any) -> Profile:
         """Return the profile to serve a model of SGLang's ModelConfig with, or refuse the model."""
-        config = model_config.hf_config
-        refuse_other_caches(config, context_length=model_config.context_len)
-        refuse_other_pools(model_config)
+        config, context_length = model_config.hf_config, model_config.context_len
+        geometry = read_served_geometry(config, context_length=context_length)
+        refuse_other_pools(model_config, geometry)
         if self.named_profile is not None:
-            check_model(self.named_profile, config)
+            if not self.named_profile.geometry.is_by_layer:
+                refuse_other_caches(config, context_length=context_length)  # which says how to serve without windows
+            check_model(self.named_profile, config, context_length=context_length)
             return self.named_profile
         uniform = self.request.uniform
         assert uniform is not None
         layout = ScaleLayout(uniform.q_group_size)
         return uniform_profile(
-            ModelGeometry.from_config(config),
+            geometry,
             PrecisionPair(uniform.nbits_key, uniform.nbits_value),
             identity_of_model(model_config),
             k_layout=layout,

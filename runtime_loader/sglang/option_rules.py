@@ -182,6 +182,22 @@ LORA_RULES: Final = (
 )
 """Rules beside adapters (LoRA)."""
 
+WINDOW_RULES: Final = (
+    OptionRule("disaggregation_mode", (None, "null"), "it was never tried"),
+    OptionRule("pp_size", (None, 1), "stages of such models are not planned"),
+    *(
+        OptionRule(name, OFF, "it was never tried")
+        for name in (
+            "enable_hierarchical_cache",
+            "enable_lmcache",
+            "speculative_algorithm",
+            "enable_lora",
+            "lora_paths",
+        )
+    ),
+)
+"""Rules beside layers with a window."""
+
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
 
@@ -237,6 +253,11 @@ def refuse_flags(
     for name, reason in VARIABLES.items():
         if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ServingError(f"{name} does not work with {what}: {reason}; unset it")
+
+
+def refuse_beside_windows(arguments: Any) -> None:
+    """Refuse an option that a model does not work with some of whose layers have a window."""
+    _refuse_options(arguments, WINDOW_RULES, "a packed KV pool beside layers with a window")
 
 
 def has_adapters(arguments: Any) -> bool:

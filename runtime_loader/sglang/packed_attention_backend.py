@@ -1,4 +1,4 @@
-"""Attention over a packed pool, on the Triton backend's metadata."""
+"""Attention over a packed pool, on the Triton backend's metadata; layers with a window go to SGLang's own kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
-from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, ScoreScaling
-from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
+from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.sglang.compat.attention import (
+    TritonAttnBackend,
+    check_attention_layers,
+    check_windows,
+    first_attention_layer,
+    refuse_unserved,
+)
 from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.compat.pool import write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
@@ -20,49 +26,54 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvtuner.runtime_loader.packed_attention import PackedRows
-
+    from kvtuner.exported_configs.profile.profile import Profile
 
 logger: Final = logging.getLogger("kvtuner")
 
 
 def make_backend(runner: Any) -> PackedAttnBackend | None:
     """The backend of a model runner with a packed pool; None for any other pool, such as a draft's."""
-    if not isinstance(runner.token_to_kv_pool, PackedKVPool):
+    pool = runner.token_to_kv_pool
+    if not isinstance(pool, PackedKVPool):
         return None
     with refusing():
-        check_attention_layers(runner.model, runner.model_config.context_len)
+        windows = windows_of(pool.rank_state.profile)
+        check_attention_layers(runner.model, runner.model_config.context_len, windows)
+        check_windows(runner, windows)
     return PackedAttnBackend(runner)
 
 
 class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is not typed
     """SGLang's Triton backend, reading packed rows where it calls its kernels."""
 
+    decode_attention_fwd: Any
+
     def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
         self.pool: PackedKVPool = runner.token_to_kv_pool
         self.attention = self.pool.rank_state.attention
+        self._layers = [(keys, values) for _, keys, values in self.pool.read_layers]
+        self._first_layer = first_attention_layer(runner.model)
         with refusing():
-            self.attention.prepare(
-                list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
-            )
+            self.attention.prepare(self._layers, self.num_head, runner.req_to_token_pool.size)
         self._flash = self._flash_prefill()
         self._longest: int | None = None  # tokens of a request of the batch that prefills
         self._window: WindowReads | None = None  # of the layer that attends
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
         self._verifies = False  # drafts, in the forward that attends
         self.use_verify_splitkv = self.use_verify_shared_kv = False  # kernels that read keys from the pool
+        self._decode_windows = self.decode_attention_fwd
         self.decode_attention_fwd = self._decode
-        self.sliding_window_size = None  # `check_attention_layers` left none
-        # SGLang allocates partial outputs of as many channels, for every batch and for graphs; ours are its own.
-        self.v_head_dim = 1
+        if not windows_of(self.pool.rank_state.profile):
+            self.sliding_window_size = None  # `check_attention_layers` left none
+            # SGLang allocates partial outputs of as many channels, for every batch and for graphs; ours are its own.
+            self.v_head_dim = 1
 
     def _flash_prefill(self) -> FlashPrefill | None:
         """SGLang's flash attention for long chunks, tested; None where its Triton kernel attends, as the log says."""
         with refusing():
             choice = chosen_prefill()
-            layers = list(zip(self.pool.keys, self.pool.values, strict=True))
-            head_dims = {side.format.head_dim for sides in layers for side in sides}
+            head_dims = {side.format.head_dim for sides in self._layers for side in sides}
             device = self.pool.keys[0].rows.device
             flash, why = flash_attention(device, self.pool.model_dtype, head_dims)
             if choice == "flash" and flash is None:
@@ -73,7 +84,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
                 return None
             check_flash()
             prefill = FlashPrefill(flash, self.attention)
-            prefill.check(layers, self.num_head, self.pool.model_dtype)
+            prefill.check(self._layers, self.num_head, self.pool.model_dtype)
             logger.info("kvtuner: long chunks attend by SGLang's flash attention, self-test passed")
             return prefill
 
@@ -93,7 +104,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> Tensor:
         """Attend as SGLang's method does, with chunks of new tokens; a request's first forward is one of these."""
         # Attention of extends runs eagerly, on the stream of the forward, whatever graphs are around it.
-        if layer.layer_id == self.pool.start_layer:
+        if layer.layer_id == self._first_layer:
             self.pool.forget_former_requests()
             if self._flash is not None:
                 self._flash.begin()
@@ -134,29 +145,42 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self.attention.store_copies(copies, new, k, v)
 
     def _decode(
-        self, q: Tensor, keys: PackedRows, values: PackedRows, o: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-        attn_logits: Tensor, attn_lse: Tensor, num_kv_splits: Tensor, max_kv_splits: int, sm_scale: float, *_: Any,
-        logit_cap: float = 0.0, **arguments: Any,
+        self, q: Tensor, keys: PackedRows | Tensor, values: PackedRows | Tensor, o: Tensor, kv_indptr: Tensor,
+        kv_indices: Tensor, attn_logits: Tensor, attn_lse: Tensor, num_kv_splits: Tensor, max_kv_splits: int,
+        sm_scale: float, *scales: Any, logit_cap: float = 0.0, **arguments: Any,
     ) -> None:  # fmt: skip
         """Called as SGLang's decode kernel, with rows for buffers; writes `o` [requests, heads, channels]."""
+        if not (isinstance(keys, PackedRows) and isinstance(values, PackedRows)):
+            self._decode_windows(
+                q, keys, values, o, kv_indptr, kv_indices, attn_logits, attn_lse, num_kv_splits, max_kv_splits,
+                sm_scale, *scales, logit_cap=logit_cap, **arguments,
+            )  # fmt: skip
+            return
         refuse_unserved(arguments)
-        scores = ScoreScaling(sm_scale, logit_cap)
+        scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
         self.attention.decode(q, keys, values, kv_indptr, kv_indices, scores, out=o, window=self._window)
 
     def _forward_extend_kernel(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, keys: PackedRows, values: PackedRows,
-        qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, custom_mask: Tensor | None, is_causal: bool,
-        mask_indptr: Tensor | None, max_len_extend: int, k_descale: float, v_descale: float, sm_scale: float, *,
-        logit_cap: float = 0.0, **arguments: Any,
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, keys: PackedRows | Tensor,
+        values: PackedRows | Tensor, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+        custom_mask: Tensor | None, is_causal: bool, mask_indptr: Tensor | None, max_len_extend: int,
+        k_descale: float, v_descale: float, sm_scale: float, *, logit_cap: float = 0.0, **arguments: Any,
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
+        if not (isinstance(keys, PackedRows) and isinstance(values, PackedRows)):
+            super()._forward_extend_kernel(
+                layer, q, k, v, o, keys, values, qo_indptr, kv_indptr, kv_indices, custom_mask, is_causal, mask_indptr,
+                max_len_extend, k_descale, v_descale, sm_scale, logit_cap=logit_cap, **arguments,
+            )  # fmt: skip
+            return
         tree = None
         if self._verifies and custom_mask is not None and mask_indptr is not None:
             tree = DraftTree(custom_mask, mask_indptr)
         refuse_unserved({**arguments, "custom_mask": None if tree else custom_mask, "is_causal": is_causal})
         k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, tree)
-        scores, window, prefix = ScoreScaling(sm_scale, logit_cap), self._window, None
+        scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
+        window, prefix = self._window, None
         # Drafts are read as they are without speculation, where each reads itself as it was stored.
         if self._verifies or self.pool.rank_state.attend == "cache":
             stored = self._as_stored(keys, values, q.dtype)
@@ -167,7 +191,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         # Each query has a window of its own, which one prefix for all of them cannot hold.
         reads_prefix, is_done = window is None or (window.stored is None and not len(kv_indices)), False
         # Drafts are verified in graphs, whose slots are as many as SGLang has room for.
-        if reads_prefix and self._flash is not None and logit_cap <= 0 and not self._verifies:
+        is_plain = logit_cap <= 0 and scores.sink_scores is None and not self._verifies
+        if reads_prefix and self._flash is not None and is_plain:
             is_done = self._flash.attend(q, k, v, keys, values, bounds, sm_scale, o, self._longest)
         elif reads_prefix:
             prefix = self.attention.read_prefix(q, keys, values, bounds)
@@ -183,6 +208,12 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
             **{**arguments, "page_size": 1, "identity_kv_indices": True},
         )  # fmt: skip
+
+
+def windows_of(profile: Profile) -> dict[int, int]:
+    """The tokens that each layer with a window reads, by its global id."""
+    owners = profile.geometry.owners().items()
+    return {layer_id: layer.kind.number or 0 for layer_id, layer in owners if layer.kind.name == "window"}
 
 
 def _longest_request(forward_batch: Any) -> int | None:

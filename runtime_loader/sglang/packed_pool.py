@@ -1,4 +1,7 @@
-"""The KV pool of one rank: every layer's keys and values as packed rows of their own width."""
+"""The KV pool of one rank: every layer's keys and values as packed rows of their own width.
+
+Layers with a window, where they share the pool, have rows in the served dtype, which SGLang's own kernels read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from kvtuner.errors import ServingError
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.runtime_loader.exact_ring import ExactRing, ExactRings
 from kvtuner.runtime_loader.packed_attention import PackedRows
-from kvtuner.runtime_loader.row_format import LayerFormat, rank_formats
+from kvtuner.runtime_loader.row_format import LayerFormat, pool_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks
 from kvtuner.runtime_loader.sglang.compat.pool import (
     KvBufferDesc,
@@ -37,6 +40,9 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
 
     `k_buffer` and `v_buffer` are their tensors, [slots, row_bytes] uint8 or, at 16 bits, [slots, heads, channels] in
     `model_dtype`; scales lie in the rows, so that whoever moves a row moves its scales.
+
+    Attributes:
+        layer_ids: The global ids of the layers of this rank.
     """
 
     def __init__(self, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
@@ -44,6 +50,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             raise ServingError("a packed KV pool cannot be resized after capture")
         kwargs["enable_kv_cache_copy"] = False  # SGLang's kernel moves rows of one width; `move_kv_cache` is ours
         self.model_dtype = dtype
+        self.layer_ids: tuple[int, ...] = ()
         self.copies: ExactRings | None = None
         self._generations = torch.zeros(0, dtype=torch.int64)  # SGLang's own, of its request slots, beside copies
         self.rank_state = process_state().active_rank()
@@ -54,11 +61,19 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
 
     def _create_buffers(self) -> None:
         here = ranks()
-        layers = range(self.start_layer, self.start_layer + self.layer_num)
-        formats = rank_formats(self.rank_state.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
-        heads = {entry.k.num_heads for entry in formats}
-        if heads != {self.head_num}:
-            raise ServingError(f"SGLang gives this rank {self.head_num} KV heads, the profile {heads.pop()}")
+        self.layer_ids = tuple(range(self.start_layer, self.start_layer + self.layer_num))
+        profile = self.rank_state.profile
+        formats = pool_formats(profile, self.layer_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
+        for layer_id, entry in zip(self.layer_ids, formats, strict=True):
+            wanted = (entry.k.num_heads, entry.k.head_dim, entry.v.head_dim)
+            if wanted != (self.head_num, self.head_dim, self.v_head_dim):
+                raise ServingError(
+                    f"SGLang gives layer {layer_id} of this rank {self.head_num} KV heads of {self.head_dim} and"
+                    f" {self.v_head_dim} channels, the profile {wanted[0]} of {wanted[1]} and {wanted[2]}; serve it"
+                    " without a profile"
+                )
+        tuned = set(profile.tuned_geometry().ids)
+        self._is_packed = [layer_id in tuned for layer_id in self.layer_ids]
         with allocation(self):
             self.keys = [self._rows(entry.k) for entry in formats]
             self.values = [self._rows(entry.v) for entry in formats]
@@ -89,6 +104,12 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         in_bf16 = NATIVE_BITS // 8 * sum(math.prod(stored.shape[1:]) for stored in sides)
         return sum(stored.rows[0].nbytes for stored in sides), in_bf16
 
+    @property
+    def read_layers(self) -> list[tuple[int, PackedRows, PackedRows]]:
+        """The layers that are read here, not by SGLang's own kernels: their global ids, keys and values."""
+        sides = zip(self.layer_ids, self.keys, self.values, self._is_packed, strict=True)
+        return [(layer_id, keys, values) for layer_id, keys, values, is_packed in sides if is_packed]
+
     def forget_former_requests(self) -> None:
         """Empty the copies of request slots that were handed on, before the forward of their new requests."""
         if self.copies is not None:
@@ -108,20 +129,23 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             for layer, rows in enumerate(buffers)
         ]
 
-    def get_key_buffer(self, layer_id: int) -> PackedRows:
-        """Return the keys of a layer by its global id, once a pending transfer has brought them."""
+    def get_key_buffer(self, layer_id: int) -> PackedRows | Tensor:
+        """Return the keys of a layer by its global id, once a pending transfer has brought them.
+
+        Those of a layer with a window are a tensor.
+        """
         return self._at(self.keys, layer_id)
 
-    def get_value_buffer(self, layer_id: int) -> PackedRows:
-        """Return the values of a layer by its global id, once a pending transfer has brought them."""
+    def get_value_buffer(self, layer_id: int) -> PackedRows | Tensor:
+        """Return the values of a layer as `get_key_buffer` does its keys."""
         return self._at(self.values, layer_id)
 
-    def _at(self, stored: Sequence[PackedRows], layer_id: int) -> PackedRows:
+    def _at(self, stored: Sequence[PackedRows], layer_id: int) -> PackedRows | Tensor:
         local: int = layer_id - self.start_layer
         # A host tier may still be loading the layer.
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(local)
-        return stored[local]
+        return stored[local] if self._is_packed[local] else stored[local].rows
 
     def set_kv_buffer(
         self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, k_scale: float | None = None,

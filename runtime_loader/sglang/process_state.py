@@ -31,7 +31,7 @@ WINDOW_KEY: Final = "kvtuner_window"
 class RankState:
     """The facts of a rank: the whole model's profile, the query heads of a KV head, and the cap of scores or 0.
 
-    `dtype` is the name of that in which layers of 16 bits are stored.
+    `dtype` is the name of that in which layers of 16 bits are stored, and `has_sinks` whether attention has sinks.
     """
 
     profile: Profile
@@ -40,6 +40,7 @@ class RankState:
     gqa: int
     logit_cap: float
     dtype: str = ""
+    has_sinks: bool = False
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ from kvtuner.errors import ServingError
 from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
 from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
-from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.row_format import LayerFormat, pool_formats
 from kvtuner.runtime_loader.sglang.compat.lmcache import on_lmcache
+from kvtuner.runtime_loader.sglang.compat.model import has_attention_sinks
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import (
     MHATokenToKVPool,
@@ -38,6 +39,8 @@ from kvtuner.runtime_loader.sglang.transfers import install_transfers, tell_of_w
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.runtime_loader.attention_backends import AttentionBackend
     from kvtuner.runtime_loader.sglang.hicache.tier import HostTier
@@ -156,8 +159,8 @@ def _profile(model_config: Any = None) -> Profile:
     return state.rank_profile
 
 
-def _bytes_per_token(kvc: Any, layers: range) -> int:
-    """Return the real bytes of one token on this rank, by which SGLang divides its memory."""
+def _bytes_per_token(kvc: Any, layers: Sequence[int]) -> int:
+    """Return the real bytes of one token in these layers on this rank, by which SGLang divides its memory."""
     state, here = process_state(), ranks()
     attend = state.active().request.attend
     _check_dtype(kvc)
@@ -165,29 +168,39 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     # SGLang asks again where it sizes pools anew; ranks agree once.
     if state.rank is None:
         _agree(_served())
-    formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    formats = _formats(profile, layers)
     if state.rank is None:
-        num_heads = profile.geometry.num_attention_heads // here.tp_size
+        geometry = profile.tuned_geometry()
+        num_heads = geometry.num_attention_heads // here.tp_size
+        num_kv_heads = len(geometry.kv_heads_of_rank(here.tp_rank, here.tp_size))
         cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
         attention = _backend(kvc).make(torch.device(kvc.device))
-        gqa, dtype = num_heads // formats[0].k.num_heads, str(kvc.kv_cache_dtype).removeprefix("torch.")
-        state.rank = RankState(profile, attend, attention, gqa, float(cap), dtype)
+        gqa, dtype = num_heads // num_kv_heads, str(kvc.kv_cache_dtype).removeprefix("torch.")
+        state.rank = RankState(
+            profile, attend, attention, gqa, float(cap), dtype, has_attention_sinks(kvc.model_config)
+        )
     return sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
 
 
-def _bytes_per_request(kvc: Any, layers: range) -> int:
+def _formats(profile: Profile, layers: Sequence[int]) -> tuple[LayerFormat, ...]:
+    here = ranks()
+    return pool_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+
+
+def _bytes_per_request(kvc: Any, layers: Sequence[int]) -> int:
     """Return the bytes of a request slot's exact copies on this rank."""
-    profile, here = _profile(kvc.model_config), ranks()
-    formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
-    return request_bytes(formats, profile.window, kvc.kv_cache_dtype) if profile.window.num_tokens else 0
+    profile = _profile(kvc.model_config)
+    return (
+        request_bytes(_formats(profile, layers), profile.window, kvc.kv_cache_dtype) if profile.window.num_tokens else 0
+    )
 
 
 def _most_requests(kvc: Any, num_tokens: int) -> int | None:
     """Return how many requests leave most memory to rows, the same on all ranks; None without a window."""
-    profile, here = _profile(kvc.model_config), ranks()
+    profile = _profile(kvc.model_config)
     if not profile.window.num_tokens:
         return None
-    formats = rank_formats(profile, range(len(profile.layers)), tp_rank=here.tp_rank, tp_size=here.tp_size)
+    formats = _formats(profile, profile.tuned_geometry().ids)
     token = sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
     return most_requests(num_tokens, token, request_bytes(formats, profile.window, kvc.kv_cache_dtype))
 
@@ -199,7 +212,7 @@ def _workspace_bytes(kvc: Any) -> int:
     profile = _profile(kvc.model_config)
     return attention_bytes(
         AttentionShape.of(
-            profile.to_geometry(), tp_size=ranks().tp_size,
+            profile.tuned_geometry(), tp_size=ranks().tp_size,
             chunk_tokens=chunk_tokens(), graph_requests=graph_requests(),
             context_length=kvc.model_config.context_len, has_window=profile.window.num_tokens > 0,
         )

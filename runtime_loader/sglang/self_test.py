@@ -35,7 +35,8 @@ def self_test(pool: PackedKVPool) -> None:
     """Store keys and values by the backend in use, attend to them, and refuse what differs from `quant.py`."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.arange(min(TESTED_TOKENS, pool.size), device=pool.device)
-    for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer):
+    read = {layer_id for layer_id, _, _ in pool.read_layers}
+    for layer_id, keys, values in zip(pool.layer_ids, pool.keys, pool.values, strict=True):
 
         def states(shape: tuple[int, ...]) -> Tensor:
             return torch.randn((len(slots), *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
@@ -46,7 +47,7 @@ def self_test(pool: PackedKVPool) -> None:
         for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
             if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
                 raise failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
-        if not _reads_right(pool.rank_state, q, keys, values, slots):
+        if layer_id in read and not _reads_right(pool.rank_state, q, keys, values, slots):
             raise failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
         # As SGLang allocates a pool.
         for stored in (keys, values):
@@ -78,9 +79,10 @@ def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRow
     for stored, states in zip((keys, values), read_back or (), strict=read_back is not None):
         if not torch.equal(states[: len(prefix)], stored.read(prefix, one.dtype)):
             return False
+    sinks = torch.linspace(-2, 2, products.shape[0], device=slots.device) if rank.has_sinks else None
     for cap in sorted({0.0, rank.logit_cap}):
-        scores = ScoreScaling(keys.shape[-1] ** -0.5, cap)
-        weights = torch.softmax(scores(products), dim=-1)
+        scores = ScoreScaling(keys.shape[-1] ** -0.5, cap, sinks)
+        weights = weights_of(scores(products), sinks)
         expected = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(gqa, dim=1))
         allowed = tolerance(attention, one.dtype) * expected.abs().max().item()
         decoded = attention.decode(one, keys, values, ends, slots, scores)
@@ -88,6 +90,14 @@ def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRow
         if any(bool(((output.float() - expected).abs() > allowed).any()) for output in (decoded, extended)):
             return False
     return True
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The weights of scores [num_heads, queries, tokens] beside those of attention sinks [num_heads], if any."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    beside = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=-1)
+    return torch.softmax(beside, dim=-1)[..., :-1]
 
 
 def tolerance(attention: PackedAttention, dtype: torch.dtype) -> float:
@@ -138,7 +148,7 @@ def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
     # Of the tensors themselves, not of the profile: what is logged is what is stored.
     pairs = {
         layer_id: PrecisionPair(keys.format.bits, values.format.bits)
-        for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer)
+        for layer_id, keys, values in zip(pool.layer_ids, pool.keys, pool.values, strict=True)
     }
     bytes_per_token, bf16_bytes = pool.bytes_per_token
     bf16_tokens = pool.size * bytes_per_token // bf16_bytes
@@ -148,7 +158,7 @@ def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
         f"  attention {state.attention.name}, attend {state.attend}, self-test passed",
         f"  {bytes_per_token:,} bytes per token, {bf16_bytes:,} in bf16 ({bf16_bytes / bytes_per_token:.2f}x)",
         f"  {pool.size:,} tokens, in bytes that hold {bf16_tokens:,} in bf16",
-        f"  {write_ranges(pairs.values(), start=pool.start_layer)}",
+        f"  {write_ranges(pairs.values(), ids=pairs)}",
     ]
     logger.info("\n".join(lines))
     rank = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}

@@ -42,7 +42,7 @@ def window_self_test(pool: PackedKVPool, rings: ExactRings, generations: Tensor)
         problem = problem or test.problem_of_slots()
         rings.forget_former_requests(generations)
         if problem is not None:
-            raise failed(pool, f"{problem} (layer {pool.start_layer + index}, {ring.window})")
+            raise failed(pool, f"{problem} (layer {pool.layer_ids[index]}, {ring.window})")
         test.clear()
 
 

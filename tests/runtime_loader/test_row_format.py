@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.row_format import RowFormat, rank_formats
+from kvtuner.runtime_loader.row_format import RowFormat, pool_formats, rank_formats
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
@@ -49,6 +50,20 @@ def test_a_stage_has_its_layers_and_no_others(profile: Any) -> None:
     assert (only.k.bits, only.v.bits) == (16, 8)
     with pytest.raises(ProfileError, match="the profile has full layers 0-1, but this rank serves layers 1 to 2"):
         rank_formats(profile, range(1, 3))
+
+
+def test_layers_with_a_window_share_a_pool_in_the_served_dtype(profile_of: ProfileOf) -> None:
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
+    config = Gemma3TextConfig(
+        **windows, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64
+    )
+    profile = profile_of(config, [LayerQuantization(4, 2), LayerQuantization(16, 8)], by_kinds=True)
+    formats = pool_formats(profile, range(4), tp_rank=1, tp_size=2)
+    assert [(layer.k.bits, layer.v.bits) for layer in formats] == [(16, 16), (4, 2), (16, 16), (16, 8)]
+    assert {(layer.k.num_heads, layer.k.head_dim, layer.v.head_dim) for layer in formats} == {(1, 16, 16)}
+    assert formats[1:4:2] == rank_formats(profile, (1, 3), tp_rank=1, tp_size=2)
+    with pytest.raises(ProfileError, match="the profile has full layers 1, 3, but this rank serves layers 1 to 5"):
+        pool_formats(profile, (1, 5))
 
 
 @pytest.mark.parametrize("kind", ["none", "hadamard"])

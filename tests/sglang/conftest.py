@@ -31,10 +31,10 @@ from sglang_server import (
 from transformers import AutoModelForCausalLM
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
-from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
 from kvtuner.runtime_loader.sglang.compat.releases import release_rules
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.supported_models import read_cache_geometry
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
@@ -181,10 +181,10 @@ KEY_KINDS = (
 
 @pytest.fixture(scope="session")
 def mixed_layers() -> MixedLayers:
-    """Choices for the layers of a configuration: widths and transforms of every kind, one after the other."""
+    """Choices for the full layers of a configuration: widths and transforms of every kind, one after the other."""
 
     def choose(config: Any) -> list[LayerQuantization]:
-        geometry = ModelGeometry.from_config(config)
+        geometry = read_cache_geometry(config).tuned()
         generator = torch.Generator().manual_seed(11)
         shape = (geometry.num_kv_heads, geometry.head_dim)
         choices = []
@@ -207,7 +207,8 @@ def compare() -> Compare:
 
     The host reads the server's own tokens, so that one flipped code does not end the comparison; prompts are
     prefilled at once on both sides or, where the server cuts them into chunks of `chunk` tokens, one after the other
-    in such chunks.
+    in such chunks. SGLang's Triton backend reads one token less of a window where it decodes than where it prefills,
+    and than transformers does: the host's windows are then as long as that.
     """
 
     @torch.no_grad()
@@ -220,8 +221,13 @@ def compare() -> Compare:
                 chunks.enter_context(cache.attending(model, in_place=False))
             for piece in torch.tensor([ids]).split(chunk or len(ids), dim=1):
                 rows = [model(piece, past_key_values=cache, use_cache=True)]
+        window = getattr(model.config, "sliding_window", None)
+        if window:
+            model.config.sliding_window = window - 1
         for token in fed[:-1]:
             rows.append(model(torch.tensor([[token]]), past_key_values=rows[-1].past_key_values, use_cache=True))
+        if window:
+            model.config.sliding_window = window
         return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
 
     def run(

@@ -14,11 +14,14 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
 from kvtuner.runtime_loader.sglang.option_rules import METADATA_BACKEND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.nn import Module
 
-__all__ = ["TritonAttnBackend", "check_attention_layers", "on_triton_backend", "refuse_unserved"]
+__all__ = [
+    "TritonAttnBackend", "check_attention_layers", "check_windows", "first_attention_layer", "on_triton_backend",
+    "refuse_unserved",
+]  # fmt: skip
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -38,7 +41,7 @@ _EXTEND = (
 # The arguments of SGLang's kernels that packed rows serve at one value alone.
 _SERVED = {
     "is_causal": True,
-    **dict.fromkeys(("custom_mask", "sinks", "score_mod", "aux_tensors", "window_kv_offsets")),
+    **dict.fromkeys(("custom_mask", "score_mod", "aux_tensors", "window_kv_offsets")),
 }
 
 
@@ -65,12 +68,13 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     attention_registry.ATTENTION_BACKENDS[name] = create
 
 
-def check_attention_layers(model: Module, context_length: int) -> None:
-    """Refuse a loaded model unless every attention layer reads its whole past, and nothing else."""
+def check_attention_layers(model: Module, context_length: int, windows: Mapping[int, int] | None = None) -> None:
+    """Refuse a loaded model unless every attention layer reads its whole past, and nothing else.
+
+    A layer of `windows`, by its global id, reads as many tokens instead.
+    """
     scaled: set[float | None] = set()
     for name, module in model.named_modules():
-        if any(getattr(module, sinks, None) is not None for sinks in ("sinks", "attention_sink_bias")):
-            raise ServingError(f"{name} of this model has attention sinks, which a packed KV pool does not have")
         if not isinstance(module, RadixAttention):
             continue
         if module.attn_type != AttentionType.DECODER or module.is_cross_attention:
@@ -79,15 +83,42 @@ def check_attention_layers(model: Module, context_length: int) -> None:
             raise ServingError(f"{name} of this model scales its scores by position; serve it without a profile")
         if module.sliding_window_size > -1:
             # SGLang counts the tokens before the query. A window that is at least as long as the context is none.
-            if module.sliding_window_size + 1 < context_length:
+            window = module.sliding_window_size + 1
+            if windows and window == windows.get(module.layer_id):
+                continue
+            if window < context_length:
                 raise ServingError(
-                    f"{name} of this model has a window of {module.sliding_window_size + 1} tokens, shorter than the"
-                    f" context of {context_length}; serve with --context-length {module.sliding_window_size + 1}"
+                    f"{name} of this model has a window of {window} tokens, shorter than the context of"
+                    f" {context_length}, which the profile does not have; serve with --context-length {window}"
                 )
             module.sliding_window_size = -1
+        elif windows and module.layer_id in windows:
+            raise ServingError(
+                f"{name} of this model reads all tokens in SGLang, but by its profile the last"
+                f" {windows[module.layer_id]}; serve it without a profile"
+            )
         scaled |= {module.k_scale_float, module.v_scale_float} - {None, 1.0}  # 1.0 where the checkpoint has none
     if scaled:
         logger.warning("kvtuner: the checkpoint's scales for an fp8 cache are not used: packed rows have their own")
+
+
+def check_windows(runner: Any, windows: Mapping[int, int]) -> None:
+    """Refuse a model runner whose attention has not the one window of a model's layers, by their global ids."""
+    if not windows:
+        return
+    size = runner.sliding_window_size
+    wanted = sorted(set(windows.values()))
+    if size is None or wanted != [size + 1]:
+        has = "no window" if size is None else f"one window of {size + 1} tokens"
+        raise ServingError(
+            f"SGLang's attention has {has} for this model, whose layers have windows of"
+            f" {' and '.join(map(str, wanted))} tokens; serve it without a profile"
+        )
+
+
+def first_attention_layer(model: Module) -> int:
+    """The global id of the first layer with attention on this rank."""
+    return min(int(module.layer_id) for module in model.modules() if isinstance(module, RadixAttention))
 
 
 def refuse_unserved(arguments: dict[str, Any]) -> None:

@@ -68,9 +68,9 @@ def check_that_another_release_is_refused() -> None:
 
 
 def check_that_what_kernels_take_and_rows_have_not_is_refused() -> None:
-    attention.refuse_unserved({"sinks": None, "logit_cap": 3.0, "is_causal": True, "xai_temperature_len": -1})
+    attention.refuse_unserved({"sinks": object(), "logit_cap": 3.0, "is_causal": True, "xai_temperature_len": -1})
     for name, value in {
-        "sinks": object(), "custom_mask": object(), "is_causal": False, "sliding_window_size": 7,
+        "custom_mask": object(), "is_causal": False, "sliding_window_size": 7,
         "xai_temperature_len": 3, "window_kv_offsets": object(), "score_mod": object(),
     }.items():  # fmt: skip
         assert refusal(attention.refuse_unserved, {name: value})
@@ -92,11 +92,20 @@ def check_that_layers_that_do_not_read_their_whole_past_are_refused() -> None:
     )
     assert "not a decoder's" in refusal(attention.check_attention_layers, model(is_cross_attention=True), 512)
     assert "by position" in refusal(attention.check_attention_layers, model(xai_temperature_len=64), 512)
-    assert "sinks" in refusal(attention.check_attention_layers, model(sinks=torch.zeros(2)), 512)
     assert "window of 511 tokens, shorter than the context of 512" in refusal(
         attention.check_attention_layers, model(sliding_window_size=510), 512
     )
-    assert "sinks" in refusal(attention.check_attention_layers, model(attention_sink_bias=torch.zeros(2)), 512)
+    windowed = model(sliding_window_size=63)
+    attention.check_attention_layers(windowed, 512, {0: 64})
+    assert windowed["attn"].sliding_window_size == 63
+    assert "window of 64 tokens, shorter" in refusal(attention.check_attention_layers, windowed, 512, {0: 65})
+    assert "reads all tokens in SGLang, but by its profile the last 64" in refusal(
+        attention.check_attention_layers, model(), 512, {0: 64}
+    )
+    attention.check_windows(SimpleNamespace(sliding_window_size=63), {0: 64, 2: 64})
+    for size, windows, what in ((None, {0: 64}, "no window"), (63, {0: 64, 2: 32}, "one window of 64 tokens")):
+        line = refusal(attention.check_windows, SimpleNamespace(sliding_window_size=size), windows)
+        assert f"SGLang's attention has {what} for this model" in line
     covering = model(sliding_window_size=511)
     attention.check_attention_layers(covering, 512)
     assert covering["attn"].sliding_window_size == -1
@@ -153,12 +162,13 @@ def check_that_models_that_generate_no_text_or_read_more_are_refused() -> None:
     from kvtuner.runtime_loader.sglang.compat import model
 
     model.mambaish_config = lambda _: None  # type: ignore[assignment]
-    plain = {"is_hybrid_swa": False, "is_multimodal": False, "is_generation": True}
+    plain = {"is_hybrid_swa": False, "has_attention_sinks": False, "is_multimodal": False, "is_generation": True}
+    geometry = SimpleNamespace(layers=[])
     shape = {"hf_config": SimpleNamespace(architectures=["X"]), "attention_arch": AttentionArch.MHA}
-    model.refuse_other_pools(SimpleNamespace(**shape, **plain))
+    model.refuse_other_pools(SimpleNamespace(**shape, **plain), geometry)
     for name, value in plain.items():
         try:
-            model.refuse_other_pools(SimpleNamespace(**shape, **{**plain, name: not value}))
+            model.refuse_other_pools(SimpleNamespace(**shape, **{**plain, name: not value}), geometry)
         except UnsupportedModelError as error:
             assert "X" in str(error)
         else:

@@ -57,6 +57,7 @@ backend_module.flash_attention = lambda *_: (called_by_place(flash), "")
 backend = backend_module.PackedAttnBackend.__new__(backend_module.PackedAttnBackend)
 backend.pool, backend.attention, backend.num_head = pool, attention, GQA
 backend._window, backend.dllm_attention, backend._stored_at, backend._verifies = None, None, None, False
+backend._layers = [(keys, values) for _, keys, values in pool.read_layers]
 backend._flash = backend._flash_prefill()
 assert backend._flash is not None and len(calls) == LAYERS, "its self-test calls it once for each layer"
 

@@ -1,4 +1,4 @@
-"""Drafts in trees read their prefix by its rows, and of one another those that they follow, in float64 too."""
+"""Drafts in trees read those that they follow, and attention sinks are one more score, in float64 too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from windowed_requests import WindowedPool, live
 
+from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.attention_backends import backend_for
 from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, ScoreScaling
 
@@ -107,3 +109,43 @@ def test_a_chain_is_what_is_read_without_a_tree(
     causal = attention.extend(q, k, v, keys, values, ExtendBounds(tokens, prefix, slots, 5), scores)
     by_tree = attention.extend(q, k, v, keys, values, ExtendBounds(tokens, prefix, slots, 5, tree), scores)
     torch.testing.assert_close(by_tree, causal, rtol=1e-5, atol=1e-5)
+
+
+SINKS = torch.tensor([4.0, -torch.inf, 30.0, 0.5])
+"""The scores of four heads: one of no weight, one that leaves almost nothing to tokens."""
+
+
+@pytest.mark.parametrize(
+    ("window", "kind"),
+    [
+        (ExactWindow(), "centered+hadamard"),
+        pytest.param(ExactWindow(), "none", marks=pytest.mark.slow),
+        pytest.param(ExactWindow(8, 2), "centered+hadamard", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_requests_read_sinks_beside_rows_new_tokens_and_copies(
+    attention: PackedAttention, window: ExactWindow, kind: str, row_format: MakeRowFormat
+) -> None:
+    k, v = row_format(2, 32, 4, kind), row_format(2, 32, 8, "hadamard")
+    live(WindowedPool(attention, k, v, window, tolerance=3 * TOLERANCE[attention.name], sink_scores=SINKS))
+
+
+def test_sinks_change_what_is_read_and_leave_nothing_to_a_request_without_tokens(
+    attention: PackedAttention, row_format: MakeRowFormat
+) -> None:
+    pool = WindowedPool(attention, row_format(2, 32, 4), row_format(2, 32, 4), ExactWindow())
+    pool.extend((pool.begin(1), 9))
+    q, indptr, slots = torch.ones(2, 4, 32), torch.tensor([0, 9, 9]), torch.tensor(pool_slots(pool))
+    plain, sunk = (
+        attention.decode(q, pool.keys, pool.values, indptr, slots, ScoreScaling(0.1, 0.0, sinks))
+        for sinks in (None, SINKS)
+    )
+    assert torch.equal(sunk[1], torch.zeros(4, 32))
+    torch.testing.assert_close(sunk[0, 1], plain[0, 1], rtol=1e-6, atol=1e-6)
+    assert sunk[0, 2].abs().max() < 1e-6 < 0.2 < plain[0, 2].abs().max()
+
+
+def pool_slots(pool: WindowedPool) -> list[int]:
+    """The token slots that are taken."""
+    return list(pool.exact)
