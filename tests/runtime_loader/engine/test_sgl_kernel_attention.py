@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,10 +30,10 @@ def flash_attn_with_kvcache(
     cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
     max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
     causal=False, window_size=(-1, -1), attention_chunk=None, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, sinks=None,
-    score_mod=None, aux_tensors=None, ver=3,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, sm_margin=0, return_softmax_lse=False,
+    sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None,
 ) -> Tensor:  # fmt: skip
-    """Compute what the function of sgl-kernel 0.3.21 documents, under its own signature, in float32."""
+    """Compute what the function of sglang-kernel 0.4.10 documents, under its own signature, in float32."""
     for index in (cache_seqlens, page_table, cu_seqlens_q):
         assert index.dtype == torch.int32
         assert index.is_contiguous()
@@ -79,6 +80,16 @@ def test_the_known_function_is_taken_and_another_refused() -> None:
     refusal = unknown_arguments(lambda q, k_cache, v_cache, cache_seqlens: None)
     assert refusal is not None
     assert "does not take page_table, cu_seqlens_q" in refusal
+
+
+@pytest.mark.sglang
+def test_the_installed_sglang_calls_the_function_by_the_same_arguments() -> None:
+    from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache as installed
+
+    assert unknown_arguments(installed) is None
+    # SGLang hands its own arguments on by their places; the stand-in has them in the same order.
+    names = list(signature(installed).parameters)
+    assert [name for name in signature(flash_attn_with_kvcache).parameters if name in names] == names
 
 
 def test_what_it_cannot_read_is_named(models: Any, profile_of: ProfileOf, engine_of: EngineOf) -> None:
