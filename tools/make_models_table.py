@@ -1,5 +1,7 @@
 """The table of docs/models.md: ``python -m tools.make_models_table`` writes it anew from what is installed.
 
+``--check`` writes nothing, and ends with status 1 and the rows that differ if the table is not what is installed.
+
 A row is a kind of model that transformers loads as a decoder of text, alone or beside what reads images. Its cells are
 found by code: the test that runs a tiny checkpoint of it, or why it is refused by its configuration, by a server's
 check of SGLang's own reading of that too.
@@ -7,11 +9,14 @@ check of SGLang's own reading of that too.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
+from difflib import unified_diff
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -85,7 +90,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         if tests.get(name) in CHAINS:
             host = "by its configuration"
         server = search if is_refused else _served(name, config, classes.get(name))
-        triton = server if server.startswith("refused") else "kernels by rows, interpreted; no GPU yet"
+        triton = "-" if server.startswith("refused") else "kernels by rows, interpreted; no GPU yet"
         yield name, search, host, server, triton
 
 
@@ -146,23 +151,39 @@ def _module(path: Path) -> ModuleType:
 def _short(text: str) -> str:
     """A refusal without the model's name and the way out, for a cell."""
     text = text.partition(" has ")[2] or text
-    for end in (";", ": a window", ": run", ", which reads", ": it is", ": is this"):
+    for end in (";", ", which was tried", ": a window", ": run", ", which reads", ": it is", ": is this"):
         text = text.partition(end)[0]
     return text.replace("|", "/")
 
 
 def page(text: str) -> str:
     """The page with its table made anew."""
-    lines = ["", "| model | search | transformers host | SGLang on a processor | Triton |", "|---|---|---|---|---|"]
+    releases = f"Made with transformers {version('transformers')} and SGLang {version('sglang')}."
+    lines = [
+        "",
+        made,
+        "",
+        "| model | search | transformers host | SGLang on a processor | Triton |",
+        "|---|---|---|---|---|",
+    ]
     lines += [f"| {' | '.join(row)} |" for row in rows()]
     return text.partition(BEGIN)[0] + BEGIN + "\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table is another one")
+    check = parser.parse_args().check
     _module(ON_A_PROCESSOR / "sitecustomize.py")  # what SGLang needs where there is no GPU
     logging.disable(logging.WARNING)
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before)
+    if not check:
+        PAGE.write_text(after, encoding="utf-8")
+    elif after != before:
+        lines = unified_diff(before.splitlines(), after.splitlines(), "docs/models.md", "installed", lineterm="", n=0)
+        sys.exit("\n".join(lines))
 
 
 if __name__ == "__main__":
