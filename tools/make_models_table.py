@@ -161,7 +161,7 @@ def page(text: str) -> str:
     releases = f"Made with transformers {version('transformers')} and SGLang {version('sglang')}."
     lines = [
         "",
-        made,
+        releases,
         "",
         "| model | search | transformers host | SGLang on a processor | Triton |",
         "|---|---|---|---|---|",
