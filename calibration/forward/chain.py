@@ -140,7 +140,7 @@ class DecoderChain:
             if get_ident() != thread:  # another sequence of this model, which runs beside
                 return None
             assert kwargs is not None  # torch leaves it out where another thread has just removed its hook
-            is_latent = self.cache.layers[len(calls)].kind.name == "latent"
+            is_latent = self.cache.layers[self.layers.index(module)].kind.name == "latent"
             if is_latent:
                 kwargs = {**kwargs, CACHE_ARGUMENT: LatentRecorder()}
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}

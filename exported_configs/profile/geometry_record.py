@@ -86,7 +86,7 @@ class GeometryRecord(StrictModel):
             if self.is_by_layer:
                 self.by_layer()
             else:
-                self.to_geometry()
+                self.owners()
         except GeometryError as error:
             raise ValueError(str(error)) from error
         return self

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvtuner.calibration.sensitivity import (
-    SIDES,
     TABLE_FILE,
     Candidate,
     CandidateScores,
@@ -19,7 +18,7 @@ from kvtuner.calibration.sensitivity import (
 )
 from kvtuner.errors import RunFolderError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import SEARCHED_BITS, PrecisionPair
+from kvtuner.precision import SEARCHED_BITS, SIDES, PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.transforms import candidate_transforms
 

@@ -106,7 +106,7 @@ def test_weights_that_are_missing_are_named(refused_search: Refused, copied: Cal
 
 
 @pytest.mark.parametrize(("changes", "complaint"), [
-    ({"kv_lora_rank": 16}, "MLA"),
+    ({"kv_lora_rank": 16}, "no qk_rope_head_dim"),
     ({"model_type": "mistral", "sliding_window": 32, "architectures": ["MistralForCausalLM"]}, "--context-length 32"),
     ({"head_dim": 20}, "cannot be packed"),
     ({"num_key_value_heads": 3}, "no multiple of"),
