@@ -57,7 +57,7 @@ class Simulated:
 
 
 class Table:
-    geometry = SimpleNamespace(ids=tuple(range(len(WINNER))))
+    geometry = SimpleNamespace(ids=tuple(range(len(WINNER))), is_latent=False)
 
     @staticmethod
     def constants_of(*_: object) -> object:
