@@ -180,7 +180,7 @@ class StreamedLayers:
                 ahead = [layer for layer in wanted if layer is not None]
             try:
                 self._load(min(ahead, key=lambda layer: abs(layer - here)))
-            except Exception as error:
+            except Exception as error:  # accelerate raises anything: `run_together` raises it in the caller
                 turns.failure, turns.is_ended = error, True
         self._changed.notify_all()
 
