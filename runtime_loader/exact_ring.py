@@ -217,13 +217,13 @@ def most_requests(num_tokens: int, bytes_per_token: int, bytes_per_request: int)
 
 
 def largest_pool(
-    available_bytes: int, bytes_per_token: int, page_size: int, bytes_of_requests: Callable[[int], int]
+    available_bytes: int, bytes_per_token: float, page_size: int, bytes_of_requests: Callable[[int], int]
 ) -> int:
     """Tokens of the largest pool, in whole pages, that fits beside the copies of all requests that it may run.
 
     `bytes_of_requests` says what those take for a number of tokens, and never falls as that rises.
     """
-    pages, too_many = 0, available_bytes // (bytes_per_token * page_size) + 1
+    pages, too_many = 0, int(available_bytes // (bytes_per_token * page_size)) + 1
     while too_many - pages > 1:
         middle = (pages + too_many) // 2
         tokens = middle * page_size

@@ -167,8 +167,10 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     if name in MULTIMODAL:
         prefix, text, vision = MULTIMODAL[name]
-        parts = {"text_config": {**COMMON, **text, **changes}, "vision_config": vision, "tie_word_embeddings": False}
-        parts["text_config"].pop("pad_token_id")
+        decoder = {**COMMON, **text, **changes}
+        decoder.pop("pad_token_id")
+        parts = {"text_config": decoder, "vision_config": vision}
+        parts["tie_word_embeddings"] = decoder.get("tie_word_embeddings", False)
         config, model_class = getattr(transformers, f"{prefix}Config")(**parts), f"{prefix}ForConditionalGeneration"
     else:
         prefix, own = FAMILIES.get(name) or LATENT.get(name) or LAYERED.get(name, (name, {}))

@@ -16,7 +16,7 @@ from kvtuner.exported_configs.sharing.catalogue import choose
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
 from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.runtime_loader.model_check import check_model
-from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
+from kvtuner.runtime_loader.sglang.compat.model import configuration_of, refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
 from kvtuner.supported_models import read_served_geometry, refuse_other_caches
 
@@ -96,7 +96,7 @@ class LoadedRequest:
 
     def profile(self, model_config: Any) -> Profile:
         """Return the profile to serve a model of SGLang's ModelConfig with, or refuse the model."""
-        config, context_length = model_config.hf_config, model_config.context_len
+        config, context_length = configuration_of(model_config), model_config.context_len
         geometry = read_served_geometry(config, context_length=context_length)
         refuse_other_pools(model_config, geometry)
         if self.named_profile is not None:
@@ -121,7 +121,7 @@ class LoadedRequest:
 def identity_of_model(model_config: Any) -> ModelIdentity:
     """Return the identity of the model that SGLang serves."""
     return identity_of(
-        model_config.hf_config,
+        configuration_of(model_config),
         id=model_config.model_path,
         revision=model_config.revision,
         dtype=str(model_config.dtype).removeprefix("torch."),

@@ -17,7 +17,7 @@ from kvtuner.runtime_loader.sglang.compat.attention import (
     refuse_unserved,
 )
 from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
-from kvtuner.runtime_loader.sglang.compat.pool import write_slots
+from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
@@ -33,7 +33,7 @@ logger: Final = logging.getLogger("kvtuner")
 
 def make_backend(runner: Any) -> PackedAttnBackend | None:
     """The backend of a model runner with a packed pool; None for any other pool, such as a draft's."""
-    pool = runner.token_to_kv_pool
+    pool = full_part(runner.token_to_kv_pool)
     if not isinstance(pool, PackedKVPool):
         return None
     with refusing():
@@ -50,7 +50,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
 
     def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
-        self.pool: PackedKVPool = runner.token_to_kv_pool
+        self.pool: PackedKVPool = full_part(runner.token_to_kv_pool)
         self.attention = self.pool.rank_state.attention
         self._layers = [(keys, values) for _, keys, values in self.pool.read_layers]
         self._first_layer = first_attention_layer(runner.model)

@@ -45,12 +45,12 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         layer_ids: The global ids of the layers of this rank.
     """
 
-    def __init__(self, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, dtype: torch.dtype, layer_ids: Sequence[int] | None = None, **kwargs: Any) -> None:
         if kwargs.get("post_capture_active"):
             raise ServingError("a packed KV pool cannot be resized after capture")
         kwargs["enable_kv_cache_copy"] = False  # SGLang's kernel moves rows of one width; `move_kv_cache` is ours
         self.model_dtype = dtype
-        self.layer_ids: tuple[int, ...] = ()
+        self.layer_ids = tuple(layer_ids or ())  # of a part of a pool, whose own layers SGLang counts from 0
         self.copies: ExactRings | None = None
         self._generations = torch.zeros(0, dtype=torch.int64)  # SGLang's own, of its request slots, beside copies
         self.rank_state = process_state().active_rank()
@@ -61,7 +61,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
 
     def _create_buffers(self) -> None:
         here = ranks()
-        self.layer_ids = tuple(range(self.start_layer, self.start_layer + self.layer_num))
+        self.layer_ids = self.layer_ids or tuple(range(self.start_layer, self.start_layer + self.layer_num))
         profile = self.rank_state.profile
         formats = pool_formats(profile, self.layer_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
         for layer_id, entry in zip(self.layer_ids, formats, strict=True):
@@ -116,8 +116,10 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             self.copies.forget_former_requests(self._generations)
 
     def copies_of(self, layer_id: int) -> ExactRing | None:
-        """Return the exact copies of a layer by its global id; None without a window or where rows are exact."""
-        return None if self.copies is None else self.copies[layer_id - self.start_layer]
+        """Return the exact copies of a layer by its global id; None without any, as where its rows are exact."""
+        if self.copies is None or layer_id not in self.layer_ids:
+            return None
+        return self.copies[self.layer_ids.index(layer_id)]
 
     def _rows(self, row_format: RowFormat) -> PackedRows:
         return PackedRows.zeros(row_format, self.size + self.page_size, self.model_dtype, self.device)

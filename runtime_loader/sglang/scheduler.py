@@ -14,16 +14,11 @@ from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
 from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import LayerFormat, pool_formats
+from kvtuner.runtime_loader.sglang.compat.capacity import RankBytes, chunk_tokens, graph_requests, on_capacity
 from kvtuner.runtime_loader.sglang.compat.lmcache import on_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import has_attention_sinks
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
-from kvtuner.runtime_loader.sglang.compat.pool import (
-    MHATokenToKVPool,
-    chunk_tokens,
-    graph_requests,
-    on_built,
-    on_pool,
-)
+from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
 from kvtuner.runtime_loader.sglang.graph_advice import recommend_graph
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
@@ -34,7 +29,7 @@ from kvtuner.runtime_loader.sglang.process_state import (
     RankState,
     process_state,
 )
-from kvtuner.runtime_loader.sglang.self_test import announce_capacity
+from kvtuner.runtime_loader.sglang.self_test import announce_capacity, announce_window_layers
 from kvtuner.runtime_loader.sglang.transfers import install_transfers, tell_of_windows
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 
@@ -63,9 +58,10 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
-        on_pool(
-            PackedKVPool, _bytes_per_token, _bytes_per_request, _most_requests, _workspace_bytes, announce_capacity
-        )  # fmt: skip
+        on_pool(PackedKVPool, announce_window_layers)
+        on_capacity(
+            RankBytes(_bytes_per_token, _bytes_per_request, _workspace_bytes, _most_requests), announce_capacity
+        )
         on_triton_backend(make_backend)
         on_beam_search(_refusal_of_beams)
     if transfers:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.errors import ServingError
-from kvtuner.layer_ranges import write_ranges
+from kvtuner.layer_ranges import write_layers, write_ranges
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedAttention, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
@@ -112,9 +114,12 @@ def failed(pool: PackedKVPool, what: str) -> ServingError:
     )
 
 
-def announce_capacity(rows_bytes: int, copies_bytes: int, workspace_bytes: int, num_tokens: int) -> None:
+def announce_capacity(
+    rows_bytes: int, copies_bytes: int, workspace_bytes: int, num_tokens: int, window_tokens: int
+) -> None:
     """Say what the memory that SGLang leaves for the pool is good for, before --max-total-tokens caps it."""
-    beside = f", beside {copies_bytes:,} bytes for the exact copies" if copies_bytes else ""
+    beside = f" and {window_tokens:,} of layers with a window" if window_tokens else ""
+    beside += f", beside {copies_bytes:,} bytes for the exact copies" if copies_bytes else ""
     beside += f"; attention works in {workspace_bytes:,} more" if workspace_bytes else ""
     logger.info("%s bytes are available for the KV cache: %s tokens%s", f"{rows_bytes:,}", f"{num_tokens:,}", beside)
     if copies_bytes > rows_bytes * WORTH_A_WARNING:
@@ -122,6 +127,14 @@ def announce_capacity(rows_bytes: int, copies_bytes: int, workspace_bytes: int, 
             "kvtuner: exact copies take %s of %s bytes; a smaller --max-running-requests leaves more for rows",
             f"{copies_bytes:,}", f"{rows_bytes + copies_bytes:,}",
         )  # fmt: skip
+
+
+def announce_window_layers(layer_ids: Sequence[int], num_tokens: int, num_bytes: int) -> None:
+    """Say in the log what the layers with a window take that SGLang keeps in a part of the pool of their own."""
+    logger.info(
+        "layers %s have windows, in a part of their own as SGLang stores them: %s tokens, %s bytes",
+        write_layers(layer_ids), f"{num_tokens:,}", f"{num_bytes:,}",
+    )  # fmt: skip
 
 
 def announce_window(pool: PackedKVPool, ranks: ParallelRanks) -> None:

@@ -18,6 +18,7 @@ from sglang_server import (
     HERE,
     START_S,
     Agreement,
+    Compared,
     Pair,
     Place,
     Programs,
@@ -28,7 +29,7 @@ from sglang_server import (
     launch_command,
     wait_until_ready,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.quant import Transform
@@ -42,8 +43,11 @@ if TYPE_CHECKING:
 
     from fixture_types import (
         Compare,
+        CompareServed,
         LaunchedNodes,
         MixedLayers,
+        MixedProfile,
+        ProfileOf,
         Prompts,
         Refused,
         RunProgram,
@@ -167,6 +171,8 @@ def save_profile(tmp_path_factory: pytest.TempPathFactory) -> SaveProfile:
     return save
 
 
+LENGTHS = (5, 33, 1, 60, 17, 48)
+"""The lengths of prompts that servers are compared by."""
 KEY_KINDS = (
     "none",
     "hadamard",
@@ -202,14 +208,31 @@ def mixed_layers() -> MixedLayers:
 
 
 @pytest.fixture(scope="session")
+def mixed_profile(profile_of: ProfileOf, mixed_layers: MixedLayers) -> MixedProfile:
+    """A profile of `mixed_layers` for a saved model, with the options of `profile_of`."""
+
+    def make(folder: Path, **options: Any) -> Profile:
+        config = AutoConfig.from_pretrained(folder)
+        return profile_of(config, mixed_layers(config), **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def compare() -> Compare:
     """`compare(server, model_folder, profile, prompts, num_tokens)`: greedy continuations of a server and of the host.
 
     The host reads the server's own tokens, so that one flipped code does not end the comparison; prompts are
     prefilled at once on both sides or, where the server cuts them into chunks of `chunk` tokens, one after the other
     in such chunks. SGLang's Triton backend reads one token less of a window where it decodes than where it prefills,
-    and than transformers does: the host's windows are then as long as that.
+    and than transformers does: the host's windows are then as long as that. Its code for Gemma 4 counts positions from
+    1, which no prediction tells, but the codes of rotated keys: the host then counts so too.
     """
+
+    def forward(model: Any, ids: torch.Tensor, cache: Any, past: int) -> Any:
+        first = past + (model.config.model_type == "gemma4")
+        positions = torch.arange(first, first + ids.shape[1])[None]
+        return model(ids, past_key_values=cache, use_cache=True, position_ids=positions)
 
     @torch.no_grad()
     def log_probs(
@@ -219,15 +242,19 @@ def compare() -> Compare:
             if chunk is not None:
                 chunks.enter_context(cache.reading("hit"))
                 chunks.enter_context(cache.attending(model, in_place=False))
+            past = 0
             for piece in torch.tensor([ids]).split(chunk or len(ids), dim=1):
-                rows = [model(piece, past_key_values=cache, use_cache=True)]
-        window = getattr(model.config, "sliding_window", None)
+                rows = [forward(model, piece, cache, past)]
+                past, cache = past + piece.shape[1], rows[0].past_key_values
+        text = model.config.get_text_config(decoder=True)
+        window = getattr(text, "sliding_window", None)
         if window:
-            model.config.sliding_window = window - 1
+            text.sliding_window = window - 1
         for token in fed[:-1]:
-            rows.append(model(torch.tensor([[token]]), past_key_values=rows[-1].past_key_values, use_cache=True))
+            rows.append(forward(model, torch.tensor([[token]]), cache, past))
+            past += 1
         if window:
-            model.config.sliding_window = window
+            text.sliding_window = window
         return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
 
     def run(
@@ -240,7 +267,7 @@ def compare() -> Compare:
     ) -> Agreement:
         # Of transformers' implementations this one knows logit caps.
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        vocab_size = model.config.vocab_size
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
         found, wanted, exact = [], [], []
         server.flush()
         batches = [prompts] if chunk is None else [[ids] for ids in prompts]
@@ -263,6 +290,31 @@ def compare() -> Compare:
             same_argmax=(p.argmax(-1) == q.argmax(-1)).double().mean().item(),
             positions=len(p),
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def compare_served(serve: Serve, compare: Compare, prompts: Prompts, save_profile: SaveProfile) -> CompareServed:
+    """`compare_served(folder, profile, *flags)`: a server of a profile, compared with the host by `compare`.
+
+    Prompts are of `LENGTHS` and get 40 tokens each, or as asked.
+    """
+
+    def run(
+        folder: Path,
+        profile: Profile,
+        *flags: str,
+        lengths: Sequence[int] = LENGTHS,
+        num_tokens: int = 40,
+        chunk: int | None = None,
+        **variables: str,
+    ) -> Compared:
+        with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *flags, **variables) as server:
+            agreement = compare(server, folder, profile, prompts(*lengths), num_tokens, chunk)
+            metrics = server.get("/metrics") if "--enable-metrics" in flags else ""
+        assert agreement.positions == len(lengths) * num_tokens
+        return Compared(agreement, server.log, metrics)
 
     return run
 

@@ -9,14 +9,34 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 
 from kvtuner.errors import UnsupportedModelError
+from kvtuner.layer_ranges import write_layers
 
 if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry
 
-__all__ = ["has_attention_sinks", "model_config_of", "refuse_other_pools"]
+__all__ = ["configuration_of", "has_attention_sinks", "model_config_of", "refuse_other_pools"]
 
+TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
+"""The flag by which SGLang takes a model that reads images for one of text."""
 WITH_IMAGES: Final = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 """The architectures of models that read images and were tried."""
+_MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
+"""The kinds of models in whose configuration SGLang gives all layers the heads of the full ones."""
+
+
+def configuration_of(model_config: Any) -> Any:
+    """The configuration of a model as transformers reads it and profiles record it, with what a server overrides."""
+    config = model_config.hf_config
+    if config.model_type not in _MADE_ALIKE:
+        return config
+    own = type(config).from_pretrained(model_config.model_path, revision=model_config.revision)
+    for name, value in model_config.model_override_args.items():
+        part: Any = getattr(own, name, None)
+        if isinstance(value, dict) and hasattr(part, "get_text_config"):  # a configuration inside it
+            part.update(value)
+        else:
+            setattr(own, name, value)
+    return own
 
 
 def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
@@ -30,19 +50,25 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         f"{name} has {attention.name} attention, which SGLang keeps in another pool": attention != AttentionArch.MHA,
         f"{name} has layers without a KV cache (linear attention or state spaces), which SGLang keeps in a pool of two"
         " kinds": mambaish_config(model_config) is not None,
-        f"SGLang keeps layers of {name} with a window in a pool of their own, which was never tried": (
-            model_config.is_hybrid_swa
-        ),
-        f"{name} has attention sinks, which no server was tried with": has_attention_sinks(model_config),
-        f"{name} reads more than text, which was tried with a packed KV pool for {' and '.join(WITH_IMAGES)}"
-        " alone": model_config.is_multimodal and name not in WITH_IMAGES,
         f"{name} generates no text": not model_config.is_generation,
     }
     for reason, is_true in reasons.items():
         if is_true:
             raise UnsupportedModelError(f"{reason}; serve it without a profile")
-    has_windows = any(layer.kind.name == "window" for layer in geometry.layers)
-    if has_windows and not _gives_windows(name):
+    if model_config.is_multimodal and name not in WITH_IMAGES:
+        raise UnsupportedModelError(
+            f"{name} reads more than text, which was tried with a packed KV pool for {' and '.join(WITH_IMAGES)} alone;"
+            f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
+        )
+    windows = [layer_id for layer_id, layer in enumerate(geometry.layers) if layer.kind.name == "window"]
+    apart = (model_config.swa_attention_layer_ids or []) if model_config.is_hybrid_swa else windows
+    if apart != windows:
+        raise UnsupportedModelError(
+            f"SGLang keeps layers {write_layers(apart)} of {name} in a part for windows, but in a context of"
+            f" {model_config.context_len} tokens {write_layers(windows) or 'none'} of its layers have one; add"
+            " --disable-hybrid-swa-memory, or serve it without a profile"
+        )
+    if windows and not _gives_windows(name):
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"
             " without a profile"

@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.runtime_loader.exact_ring import most_requests
-from kvtuner.runtime_loader.sglang.compat import disaggregation, pool
+from kvtuner.runtime_loader.sglang.compat import capacity, disaggregation
 
 
 def static_fraction(memory_mib: int, tp_size: int, pp_size: int, requests: int | None) -> float:
@@ -51,7 +51,7 @@ def pool_size(
     workspace: int,
 ) -> list[int]:
     schedule = SimpleNamespace(max_running_requests=requests, max_total_tokens=None)
-    kv_cache_configurator.get_schedule = pool.get_schedule = lambda: schedule
+    kv_cache_configurator.get_schedule = capacity.get_schedule = lambda: schedule
     role = SimpleNamespace(disaggregation_mode="null", disaggregation_decode_extra_slots=0)
     disaggregation.get_disagg = lambda: role
     configurator = SimpleNamespace(
@@ -65,7 +65,7 @@ def pool_size(
     configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
     sizes: Any = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
     sizes._cell_size, sizes._kvtuner_cell, sizes._fixed_overhead_bytes = token, token, 0
-    sizes._kvtuner_requests = pool._RequestCosts(configurator, slot, workspace)
+    sizes._kvtuner_costs = capacity._Costs(configurator, token, slot, workspace)
     tokens = sizes.calculate_pool_sizes(available, 1).max_total_num_tokens
     return [tokens, configurator.resolve_max_num_reqs(tokens)]
 
@@ -73,14 +73,13 @@ def pool_size(
 def main() -> None:
     asked = json.loads(sys.argv[1])
     fractions = [static_fraction(*case) for case in asked["reserves"]]
-    pool.on_pool(
-        object,
-        lambda kvc, layers: 0,
-        lambda kvc, layers: 0,
-        lambda kvc, tokens: most_requests(tokens, *kvc.costs) if kvc.costs[1] else None,
-        lambda kvc: 0,
-        lambda rows, copies, workspace, tokens: None,
+    rank = capacity.RankBytes(
+        of_token=lambda kvc, layers: 0,
+        of_request=lambda kvc, layers: 0,
+        of_workspace=lambda kvc: 0,
+        most_requests=lambda kvc, tokens: most_requests(tokens, *kvc.costs) if kvc.costs[1] else None,
     )
+    capacity.on_capacity(rank, lambda *_: None)
     sys.stdout.write(
         json.dumps({"fractions": fractions, "pools": [pool_size(*case) for case in asked["pools"]]}) + "\n"
     )
