@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-SECTIONS: Final = ("correct", "decode", "pages", "stores", "extends", "model", "sweep")
+SECTIONS: Final = ("correct", "decode", "model", "prefill", "stores", "pages", "extends", "sweep")
 LIMIT_S: Final = 520
 """The seconds after which no section begins."""
 LEFT_OUT: Final = 3
@@ -51,7 +51,7 @@ def main() -> int:
 
     if not args.smoke and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --smoke runs everything, tiny, on a processor")
-    from gpu_parts import baselines, correct, measured_launches, model_step, pools, results_page, speed
+    from gpu_parts import baselines, correct, measured_launches, model_step, pools, prefill, results_page, speed
     from gpu_parts.machine import Machine
 
     from kvtuner.precision import PrecisionPair
@@ -93,15 +93,23 @@ def main() -> int:
     def decoding(shape: pools.HeadShape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
         return [functools.partial(speed.decode, machine, *place) for place in speed.grid(machine, shape)]
 
+    def prefilling(shape: pools.HeadShape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
+        return [functools.partial(prefill.run, machine, *place) for place in prefill.grid(machine, shape)]
+
     other_shapes = (pools.QWEN, pools.QWEN_OF_TWO, pools.LLAMA_OF_EIGHT)
     sections: list[tuple[str, list[Callable[[], Iterable[dict[str, Any]]]]]] = [
         ("correct", [lambda: correct.run(machine)]),
         ("decode", decoding(pools.LLAMA)),
         ("model", [lambda: model_step.run(machine)]),
+        ("prefill", prefilling(pools.LLAMA)),
         ("stores", [lambda: speed.stores(machine)]),
         ("pages", [lambda: speed.pages(machine)]),
         ("extends", [lambda: speed.extends(machine)]),
-        *(("decode", [] if args.smoke else decoding(shape)) for shape in other_shapes),
+        *(
+            (name, [] if args.smoke else loads(shape))
+            for shape in other_shapes
+            for name, loads in (("decode", decoding), ("prefill", prefilling))
+        ),
         ("sweep", [functools.partial(speed.sweep, machine, PrecisionPair.parse(pair)) for pair in args.sweep]),
     ]
     for name, parts in sections:

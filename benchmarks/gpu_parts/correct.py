@@ -15,6 +15,7 @@ import torch
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
+from gpu_parts.prefill import attended_in_turn
 from kvtuner.precision import (
     ALL_BITS,
     FITS,
@@ -25,6 +26,7 @@ from kvtuner.precision import (
     used_word_bits,
     words_offset,
 )
+from kvtuner.runtime_loader.joined_chunk import JoinedChunk
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -47,13 +49,16 @@ PROCESSES: Final = 8
 LIMIT_S: Final = 170
 """The seconds of this section, which tells first whether anything else is worth its time."""
 SPARE_SLOTS: Final = 7
+CHUNKS: Final = (3, 200, 5, 1, 90)
+"""New tokens of requests, of which enough for their prefixes to be read back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One operation on one layer; values are rotated where keys are.
 
-    The operation `what` is store, read, decode, extend, graph (decode, captured and replayed), or the baseline kernel.
+    The operation `what` is store, read, decode, extend, prefill (prefixes read back among new tokens, for torch's
+    attention), graph (decode, captured and replayed), or the baseline kernel.
     The kind is the transform of keys; the tokens in the pool and the new ones are by request. As many splits as fill
     the device are None, and so is the machine's dtype.
     """
@@ -100,7 +105,8 @@ def cases(*, smoke: bool) -> list[Case]:
     if smoke:
         # Not the baseline: it multiplies bf16, which Triton's interpreter does wrongly.
         operations = ("store", "read", "decode", "extend", "graph")
-        return [Case(what, PrecisionPair(4, 8), TINY, lengths=(20, 1), fresh=(3, 9)) for what in operations]
+        listed = [Case(what, PrecisionPair(4, 8), TINY, lengths=(20, 1), fresh=(3, 9)) for what in operations]
+        return [*listed, Case("prefill", PrecisionPair(4, 8), TINY, lengths=(20, 1), fresh=(3, 130))]
     shape = HeadShape("", 4, 4, 128)
     grouped = replace(shape, group_size=64)
     pairs = [PrecisionPair(*bits) for bits in itertools.product(ALL_BITS, repeat=2)]
@@ -134,6 +140,8 @@ def cases(*, smoke: bool) -> list[Case]:
     listed += [Case("decode", four, shape, lengths=(300,) * 1100)]
     listed += [Case("decode", four, shape, dtype=torch.float16), Case("baseline", four, shape, "none")]
     listed += [Case("extend", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 4), (16, 16), (2, 16))]
+    joined = [*same, PrecisionPair(16, 16), PrecisionPair(2, 16)]
+    listed += [Case("prefill", pair, shape, fresh=CHUNKS) for pair in joined]
     listed += [Case("graph", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 2))]
     sides = [(pair, shape, ALL_TRANSFORMS) for pair in pairs if pair.k_bits != pair.v_bits]
     sides += [(four, shape, kind) for kind in kinds]
@@ -165,7 +173,7 @@ def check(case: Case, device: str) -> float:
         return max(_miswritten(side, slots, x) for side, x in zip(layer, (k, v), strict=True))
     if case.what == "read":
         return max(_misread(machine, side, slots) for side in layer)
-    if case.what == "extend":
+    if case.what in ("extend", "prefill"):
         return _extend_error(case, machine, attention, layer, slots)
     return _decode_error(case, machine, attention, layer, slots)
 
@@ -182,7 +190,16 @@ def _extend_error(case: Case, machine: Machine, attention: TritonAttention, laye
     )
     scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
     bounds = ExtendBounds(_starts(case.fresh, machine), _starts(case.lengths, machine), slots, max(case.fresh))
-    output = attention.extend(q, k_new, v_new, *layer, bounds, scores)
+    if case.what == "prefill":
+        chunk = JoinedChunk.of(bounds, len(q))
+        joined = attention.read_prefix(q, *layer, bounds, chunk)
+        assert joined is not None, "prefixes are worth reading back"
+        for fresh, side in zip((k_new, v_new), joined, strict=True):
+            side.index_copy_(0, chunk.fresh_places, fresh)
+        most = (bounds.longest, chunk.longest)
+        output = attended_in_turn(q, *joined, chunk.queries, chunk.ends, *most, scores.scale, torch.empty_like(q))
+    else:
+        output = attention.extend(q, k_new, v_new, *layer, bounds, scores)
     return error_of(output, exact(q, *layer, slots, case.lengths, scores, (case.fresh, k_new, v_new)))
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 REPLAYS: Final = 30
+FEWEST_REPLAYS: Final = 5
+REPLAYED_S: Final = 0.6
+"""The seconds for which a graph is replayed, at most `REPLAYS` times and at least `FEWEST_REPLAYS`."""
 WARM_UP: Final = 5
 COPIED_BYTES: Final = 2 << 30
 
@@ -89,10 +92,16 @@ class Machine:
         with torch.cuda.graph(graph):
             for run in runs:
                 run()
-        for _ in range(WARM_UP):
+        graph.replay()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        replays = replays_of(time.perf_counter() - start)
+        for _ in range(min(WARM_UP, replays)):
             graph.replay()
         # Replays wait in a queue, so that none begins with the time that its launch takes.
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         events[0].record()
         for event in events[1:]:
             graph.replay()
@@ -108,3 +117,8 @@ class Machine:
         source, target = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         source.random_(255)
         return 2 * size / self.seconds([lambda: target.copy_(source)])
+
+
+def replays_of(seconds: float) -> int:
+    """The number of times that a graph is replayed which takes so long."""
+    return min(REPLAYS, max(FEWEST_REPLAYS, int(REPLAYED_S / seconds)))

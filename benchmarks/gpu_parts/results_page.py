@@ -23,6 +23,7 @@ GOALS: Final = {
     ("Llama-3.1-8B", 1, 131072): {"K4V4": 2.0},
 }
 """The goals of an H200: times as fast as the fastest bf16."""
+PREFILL_COLUMNS: Final = ("shape", "batch", "prefix", "tokens", "pair", "kind", "kernel")
 SHORT: Final = 2048
 """The tokens up to which a context is short."""
 FLOOR: Final = 0.95
@@ -69,6 +70,9 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _section(title, stores, ("tokens", "pair", "kind", "kernel"), timed | ratio)
     share = {"speed of page size 16": partial(_of_wide_pages, pages)}
     yield from _section("Pages anywhere in the pool", pages, ("pair", "batch", "length", "page_size"), timed | share)
+    prefills = results["prefill"]
+    against = {"of the fastest bf16": partial(_of_bf16_prefill, prefills)}
+    yield from _section("Prefill: one layer", prefills, PREFILL_COLUMNS, timed | against)
     yield from _section("Extend", results["extends"], ("pair", "prefix", "tokens", "way"), timed)
     yield from _section("Launch settings", results["sweep"], ("pair", "batch", "length", "launch", "splits"), timed)
 
@@ -157,6 +161,15 @@ def _of_bf16_store(rows: list[Row], row: Row) -> str:
     if best is None or not row["seconds"]:
         return NOT_MEASURED
     return goal(row["seconds"] / best["seconds"], None if row["pair"] == "K16V16" else STORE_GOAL, at_most=True)
+
+
+def _of_bf16_prefill(rows: list[Row], row: Row) -> str:
+    load = ("shape", "batch", "prefix", "tokens")
+    same = (other for other in rows if all(other[name] == row[name] for name in load))
+    best = fastest(other for other in same if other["pair"] == "K16V16")
+    if best is None or not row["seconds"]:
+        return NOT_MEASURED
+    return f"{best['seconds'] / row['seconds']:.2f}x"
 
 
 def _of_wide_pages(rows: list[Row], row: Row) -> str:

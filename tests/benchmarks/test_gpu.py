@@ -26,7 +26,7 @@ from gpu_parts.pools import HeadShape  # noqa: E402
 
 from kvtuner.precision import PrecisionPair  # noqa: E402
 
-SECTIONS = ("correct", "decode", "pages", "stores", "extends", "model", "sweep")
+SECTIONS = ("correct", "decode", "model", "prefill", "stores", "pages", "extends", "sweep")
 
 
 def gpu(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,8 @@ def test_a_smoke_run_checks_and_times_everything(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert all(results[name] for name in SECTIONS)
-    assert {row["case"].split()[0] for row in results["correct"]} == {"store", "read", "decode", "extend", "graph"}
+    operations = {"store", "read", "decode", "extend", "prefill", "graph"}
+    assert {row["case"].split()[0] for row in results["correct"]} == operations
     assert all(row["passed"] for row in results["correct"])
     for name in SECTIONS[1:]:
         assert all(row["seconds"] > 0 for row in results[name]), name
