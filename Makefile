@@ -4,8 +4,8 @@ BIN = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"
 WORKERS ?= auto
 # An older SGLang that is accepted, in a folder of its own, and the tests that ran on it.
 SGLANG ?= 0.5.22
-SGLANG_TESTS = $(addprefix tests/sglang/, test_agreement.py test_fork_server.py test_plugin.py test_pool.py test_refusals.py \
-	features) tests/runtime_loader/sglang/compat
+SGLANG_TESTS = $(addprefix tests/sglang/, test_agreement.py test_fork_server.py test_monitoring.py test_plugin.py \
+	test_pool.py test_refusals.py features hicache) tests/runtime_loader/sglang/compat
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # What README's results table is made from: the demo model's servers on a processor.

@@ -112,10 +112,13 @@ dense_pool = MHATokenToKVPool(SIZE, **DENSE)
 # Bytes: the formula's; tokens for the same gigabytes: more than SGLang's own host pool by the profile's ratio.
 per_token = sum(PROFILE.row_shape(2).pair_bytes(pair) for pair in PROFILE.pairs[START:STOP])
 native = 2 * 2 * HEADS * DIM * (STOP - START)
-info: MHABufferInfo = dense_pool.get_device_pool_infos()[0].buffer_info
-stock = MHATokenToKVPoolHost(
-    info, 2.0, GB, PAGE, "page_first", pin_memory=False, device_capacity_tokens=SIZE, start_layer=START, end_layer=STOP
-)
+stock_options = {"pin_memory": False}
+if hasattr(dense_pool, "get_device_pool_infos"):
+    stock_options |= {"device_capacity_tokens": SIZE, "start_layer": START, "end_layer": STOP}
+    device: MHABufferInfo | MHATokenToKVPool = dense_pool.get_device_pool_infos()[0].buffer_info
+else:  # SGLang 0.5.22, whose host pools take the device's whole pool
+    device = dense_pool
+stock = MHATokenToKVPoolHost(device, 2.0, GB, PAGE, "page_first", **stock_options)
 assert stock.size_per_token == native
 for packed, device_pool in ((True, packed_pool), (False, dense_pool)):
     sized = host_pool(device_pool, packed=packed, size_gb=GB)
