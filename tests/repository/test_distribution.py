@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 WORKFLOW_FILE = ROOT / ".github" / "workflows" / "ci.yml"
+LAUNCHES_FILE = WORKFLOW_FILE.with_name("launches.yml")
 WHEELS_FILE = WORKFLOW_FILE.with_name("wheels.yml")
 KUBERNETES = ROOT / "examples" / "kubernetes"
 CATALOGUE_PROFILE = ROOT / "exported_configs" / "profiles" / "demo-4bit.json"
@@ -134,7 +135,7 @@ def test_ci_runs_its_targets_by_the_commands_of_contributing() -> None:
     assert {"push", "pull_request"} == set(workflow[True]), "YAML 1.1 reads the key `on` as true"
     assert workflow["permissions"] == {"contents": "read"}
     (job,) = workflow["jobs"].values()
-    assert job["strategy"]["matrix"]["target"] == ["check", "test", "test-sglang"]
+    assert job["strategy"]["matrix"]["target"] == ["check", "test", "test-sglang", "test-triton"]
     older = re.findall(r"^SGLANG \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {*older, NEWEST} == set(ACCEPTED), "a job for each accepted release"
     commands = [step["run"] for step in steps() if "run" in step]
@@ -146,6 +147,19 @@ def test_ci_runs_its_targets_by_the_commands_of_contributing() -> None:
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps() if "uses" in step)
     (python,) = (step["with"]["python-version"] for step in steps() if "setup-python" in step.get("uses", ""))
     assert python == PROJECT["requires-python"].removeprefix(">=")
+
+
+def test_every_launch_is_checked_once_a_week_on_each_architecture() -> None:
+    workflow = read_yaml(LAUNCHES_FILE)
+    assert set(workflow[True]) == {"schedule", "workflow_dispatch"} and workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    tested = ROOT / "tests" / "runtime_loader" / "kernels" / "test_launch.py"
+    (archs,) = set(re.findall(r'"arch", (\[.+?\])', tested.read_text(encoding="utf-8")))
+    assert job["strategy"]["matrix"]["arch"] == json.loads(archs)
+    commands = [step["run"] for step in steps(LAUNCHES_FILE) if "run" in step]
+    assert commands[-1] == "make test-launches ARCH=${{ matrix.arch }}"
+    assert commands[0] in [step["run"] for step in steps() if "run" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps(LAUNCHES_FILE) if "uses" in step)
 
 
 def test_a_tag_makes_wheels_by_the_target_of_make() -> None:
