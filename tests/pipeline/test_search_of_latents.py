@@ -3,78 +3,45 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from tiny.latent_models import LATENT, RANK, ROPE
-from transformers import AutoConfig, DynamicCache
+from tiny.small_search import SMALL, TOKENS, TRIALS
 
-from kvtuner.calibration.model_loading import auto_class_of
-from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import row_bytes
-from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fixture_types import ModelFolder, RunCommand
+    from tiny.small_search import SearchWhole
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
-TRIALS = ("--trials", "4")
-
 
 @pytest.mark.parametrize("name", LATENT)
-def test_a_search_tunes_latents_and_a_loaded_model_serves_the_profile(
-    name: str, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
-) -> None:
-    folder, out = model_folder(name), tmp_path / "run"
-
-    def facts(*args: Any) -> Any:
-        status, stdout, stderr = run(*args, "--json")
-        assert status == 0, stderr
-        return json.loads(stdout)
-
-    search = ("search", "--model", folder, "--data", corpus_file, *SMALL, *TRIALS, "--out", out, "--budget", "6bit")
-    plan = facts(*search, "--dry-run")
+def test_a_search_tunes_latents_and_a_loaded_model_serves_the_profile(name: str, search_whole: SearchWhole) -> None:
+    searched = search_whole(name, "6bit")
+    profile = searched.profile
     rope_bits = 16 * ROPE / (RANK + ROPE)
-    uniform = {row["name"]: row["mean_bits"] for row in plan["uniform"]}
+    uniform = {row["name"]: row["mean_bits"] for row in searched.plan["uniform"]}
     assert uniform["K4V4"] == pytest.approx(4 * RANK / (RANK + ROPE) + rope_bits)
     assert all(f"K{b}V{b}" in uniform for b in (2, 3, 4, 8)) and "K8V4" not in uniform
-    result = facts(*search)
-    profile = load_profile(out / "profile.json")
     assert profile.schema_version == 2
     geometry = profile.tuned_geometry()
     assert (geometry.head_dim, geometry.v_head_dim, geometry.rope_dim) == (RANK, 0, ROPE)
-    assert geometry.as_dict() == plan["geometry"]
-    assert result["budget"]["bytes_per_token"] == profile.bytes_per_token()
     widths = [entry.k.bits for entry in profile.layers]
     assert all(entry.v is None for entry in profile.layers) and len(widths) == geometry.num_layers
     assert sum(bits * RANK for bits in widths) <= (6 * (RANK + ROPE) - 16 * ROPE) * len(widths)
     group = profile.defaults.k.group_size
     rows = [row_bytes(1, RANK, bits, group, word_bits=profile.defaults.k.grid_word_bits) for bits in widths]
     assert profile.bytes_per_token() == sum(rows) + len(rows) * 2 * ROPE
-    table = json.loads((out / "sensitivity.json").read_text())["payload"]
-    assert {row["side"] for row in table["scores"]} == {"k"}
-    status, text, error = run("show", out / "profile.json")
-    assert status == 0, error
-    assert f"a latent of {RANK} channels and {ROPE} rotary ones, 4 query heads" in " ".join(text.split())
-    assert facts("validate", out / "profile.json", "--model", folder)[0]["valid"]
-
-    model = auto_class_of(AutoConfig.from_pretrained(folder), name).from_pretrained(folder, dtype=torch.float32)
-    cache, own = KVTunerCache.from_profile(profile, model.config), DynamicCache(config=model.config)
-    ids = torch.arange(2, 50).unsqueeze(0)
-    with torch.no_grad(), cache.attending(model):
-        model(ids, past_key_values=cache)
-        packed = model(ids[:, :1], past_key_values=cache).logits
-    with torch.no_grad():
-        model(ids, past_key_values=own)
-        exact = model(ids[:, :1], past_key_values=own).logits
-    assert 0 < (packed - exact).abs().max() < 0.5 * exact.std()
+    assert {row["side"] for row in searched.scores} == {"k"}
+    latent = f"a latent of {RANK} channels and {ROPE} rotary ones, 4 query heads"
+    assert latent in " ".join(searched.shown.split())
     # Rotary channels take float32 in a model of float32.
-    assert cache.stored_bytes == 49 * (profile.bytes_per_token() + len(rows) * 2 * ROPE)
+    assert searched.read_back().stored_bytes == TOKENS * (profile.bytes_per_token() + len(rows) * 2 * ROPE)
 
 
 def test_an_evaluation_asks_the_loaded_model_beside_other_schemes(

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from transformers import AutoConfig, DynamicCache
+from tiny.small_search import SMALL, TOKENS, TRIALS
 
-from kvtuner.calibration.model_loading import auto_class_of
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fixture_types import ModelFolder, RunCommand
+    from tiny.small_search import SearchWhole
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
-TRIALS = ("--trials", "4")
 KINDS = {
     "gemma2": "window:24 full", "gemma3": "window:24 full", "gpt-oss": "window:24 full", "cohere2": "window:24 full",
     "olmo3": "window:24 full", "mimo-v2": "window:24 full", "gemma4": "window:24 full", "qwen3-next": "none full",
@@ -33,47 +29,21 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_profile(
-    name: str, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+    name: str, search_whole: SearchWhole
 ) -> None:
-    folder, out = model_folder(name), tmp_path / "run"
-
-    def facts(*args: Any) -> Any:
-        status, stdout, stderr = run(*args, "--json")
-        assert status == 0, stderr
-        return json.loads(stdout)
-
-    search = ("search", "--model", folder, "--data", corpus_file, *SMALL, *TRIALS, "--out", out, "--budget", "4bit")
-    plan = facts(*search, "--dry-run")
-    result = facts(*search)
-    profile = load_profile(out / "profile.json")
+    searched = search_whole(name, "4bit")
+    profile = searched.profile
     layers = profile.geometry.by_layer().layers if profile.geometry.is_by_layer else ()
     assert " ".join(dict.fromkeys(str(layer.kind) for layer in layers)) in (KINDS[name], "")
-    assert profile.tuned_geometry().as_dict() == plan["geometry"]
-    assert result["budget"]["bytes_per_token"] == profile.bytes_per_token()
     assert profile.mean_bits <= 4
-    table = json.loads((out / "sensitivity.json").read_text())["payload"]
-    assert {row["layer"] for row in table["scores"]} == set(profile.tuned_geometry().ids)
-    status, text, error = run("show", out / "profile.json")
-    assert status == 0, error
+    assert {row["layer"] for row in searched.scores} == set(profile.tuned_geometry().ids)
     for kind in KINDS[name].split() if profile.geometry.is_by_layer else ():
-        assert f"kind {kind}" in text
-    assert facts("validate", out / "profile.json", "--model", folder)[0]["valid"]
-
-    model = auto_class_of(AutoConfig.from_pretrained(folder), name).from_pretrained(folder, dtype=torch.float32)
+        assert f"kind {kind}" in searched.shown
     # transformers loads the text of Llama 4 alone, whose configuration lacks the images' part.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"the profile of llama4-images is for configuration")
-        cache = KVTunerCache.from_profile(profile, model.config, allow_derived=name == "llama4-images")
-    ids = torch.arange(2, 50).unsqueeze(0)
-    with torch.no_grad(), cache.attending(model):
-        model(ids, past_key_values=cache)
-        packed = model(ids[:, :1], past_key_values=cache).logits
-    own = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=own)
-        exact = model(ids[:, :1], past_key_values=own).logits
-    assert 0 < (packed - exact).abs().max() < 0.5 * exact.std()
-    assert cache.stored_bytes == 49 * profile.bytes_per_token()
+        cache = searched.read_back(allow_derived=name == "llama4-images")
+    assert cache.stored_bytes == TOKENS * profile.bytes_per_token()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])

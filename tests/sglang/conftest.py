@@ -16,6 +16,7 @@ import torch
 from fork_server import ForkServer
 from sglang_server import (
     HERE,
+    LENGTHS,
     START_S,
     Agreement,
     Compared,
@@ -171,8 +172,6 @@ def save_profile(tmp_path_factory: pytest.TempPathFactory) -> SaveProfile:
     return save
 
 
-LENGTHS = (5, 33, 1, 60, 17, 48)
-"""The lengths of prompts that servers are compared by."""
 KEY_KINDS = (
     "none",
     "hadamard",

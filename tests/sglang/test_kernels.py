@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import AutoConfig
 
 if TYPE_CHECKING:
-    from fixture_types import Compare, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from fixture_types import CompareServed, MixedProfile, ModelFolder
 
 CHUNK = 64
 LENGTHS = (150, 33)
@@ -21,24 +20,18 @@ TOKENS = 5
 def test_decoding_short_and_long_extends_agree(
     name: str,
     capped: dict[str, Any],
-    serve: Serve,
-    compare: Compare,
-    prompts: Prompts,
+    compare_served: CompareServed,
     model_folder: ModelFolder,
-    profile_of: ProfileOf,
-    save_profile: SaveProfile,
-    mixed_layers: MixedLayers,
+    mixed_profile: MixedProfile,
 ) -> None:
     fields = capped if name == "Gemma2" else {}
     folder = model_folder(name, num_hidden_layers=9, num_key_value_heads=1, **fields)
-    config = AutoConfig.from_pretrained(folder)
     grids: dict[str, Any] = {} if fields else {"fit": "least_squares", "words": (16, 16), "half_groups": True}
-    profile = profile_of(config, mixed_layers(config), **grids)
-    flags = ("--kvtuner-profile", str(save_profile(profile)), "--chunked-prefill-size", str(CHUNK))
-    with serve(folder, *flags, KVTUNER_ATTENTION="triton") as server:
-        agreement = compare(server, folder, profile, prompts(*LENGTHS), TOKENS, chunk=CHUNK)
-        log = server.log
-    assert "attention triton, attend fresh, self-test passed" in log
-    assert agreement.own > 1e-4
-    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
-    assert agreement.same_argmax == 1, agreement
+    served = compare_served(
+        folder, mixed_profile(folder, **grids), "--chunked-prefill-size", str(CHUNK),
+        lengths=LENGTHS, num_tokens=TOKENS, chunk=CHUNK, KVTUNER_ATTENTION="triton",
+    )  # fmt: skip
+    assert "attention triton, attend fresh, self-test passed" in served.log
+    assert served.agreement.own > 1e-4
+    assert served.agreement.is_near, served.agreement
+    assert served.agreement.same_argmax == 1, served.agreement

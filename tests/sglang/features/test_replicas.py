@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import AutoConfig
+import pytest
 
 if TYPE_CHECKING:
-    from fixture_types import Json, MixedLayers, ModelFolder, ProfileOf, Prompts, RunProgram, SaveProfile, Serve
+    from fixture_types import Json, MixedProfile, ModelFolder, Prompts, RunProgram, SaveProfile, Serve
     from sglang_server import Server
 
 TOKENS = 24
@@ -23,14 +23,14 @@ def ask(server: Server, prompts: list[list[int]], replica: int | None = None) ->
     return [answer["output_ids"] for answer in answers]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_replicas_answer_as_a_server_alone_and_say_what_they_serve(
-    replicas_work: None, model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers,
+    ranks: int, replicas_work: None, model_folder: ModelFolder, mixed_profile: MixedProfile,
     save_profile: SaveProfile, prompts: Prompts, serve: Serve,
 ) -> None:  # fmt: skip
     folder = model_folder("llama-gqa", num_hidden_layers=4)
-    config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, mixed_layers(config))
-    flags = ("--kvtuner-profile", str(save_profile(profile)), "--kvtuner-attend", "cache")
+    profile = mixed_profile(folder)
+    flags = ("--kvtuner-profile", str(save_profile(profile)), "--kvtuner-attend", "cache", "--tp-size", str(ranks))
     asked = prompts(40, 9, 70)
     with serve(folder, *flags) as server:
         alone = ask(server, asked)
@@ -38,26 +38,8 @@ def test_replicas_answer_as_a_server_alone_and_say_what_they_serve(
         assert ask(server, asked, 0) == ask(server, asked, 1) == alone
         assert ask(server, asked) == alone
         assert json.loads(server.get("/server_info"))["kvtuner_profile"] == profile.digest
-        assert server.log.count("self-test passed") == 2
-
-
-def test_replicas_of_two_ranks_each(
-    replicas_work: None, model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers,
-    save_profile: SaveProfile, prompts: Prompts, serve: Serve,
-) -> None:  # fmt: skip
-    folder = model_folder("llama-gqa", num_hidden_layers=4)
-    config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, mixed_layers(config))
-    flags = ("--kvtuner-profile", str(save_profile(profile)), "--kvtuner-attend", "cache", "--tp-size", "2")
-    asked = prompts(40, 9, 70)
-    with serve(folder, *flags) as server:
-        alone = ask(server, asked)
-    with serve(folder, *flags, "--dp-size", "2") as server:
-        assert ask(server, asked, 0) == ask(server, asked, 1) == alone
-        assert json.loads(server.get("/server_info"))["kvtuner_profile"] == profile.digest
-        assert (
-            len(re.findall(r"KV cache of rank \d \(TP [01]/2", server.log)) == server.log.count("self-test passed") == 4
-        )
+        shown = re.findall(rf"KV cache of rank \d \(TP \d/{ranks},", server.log)
+        assert len(shown) == server.log.count("self-test passed") == 2 * ranks
 
 
 def test_replicas_that_do_not_all_serve_the_profile(run_program: RunProgram) -> None:
