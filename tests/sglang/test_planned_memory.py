@@ -17,6 +17,7 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.geometry import ModelGeometry
 from kvtuner.pipeline.planning.gpus import GPUS
 from kvtuner.pipeline.planning.server_memory import CacheCost, ServerMemory
+from kvtuner.pipeline.planning.window_cost import APART, PART_SHARE
 from kvtuner.precision import GIB, ExactWindow
 
 if TYPE_CHECKING:
@@ -40,9 +41,13 @@ POOLS = [
 ]
 
 
+PARTS = [(GIB // 16, 700, 3 * 256), (2 * GIB + 7, 9_216, 24_576), (58 * GIB, 12_345, 24_576), (58 * GIB, 49_152, 1_024)]
+"""The bytes available, and those of a token in full layers and in those with a window."""
+
+
 def test_the_share_of_weights_and_cache_and_the_pool_of_every_scheme_are_sglangs_own(run_program: RunProgram) -> None:
     pools = [(available, context, requests, *cost) for available, context, requests, cost in POOLS]
-    done = run_program(str(PROGRAM), json.dumps({"reserves": RESERVES, "pools": pools}))
+    done = run_program(str(PROGRAM), json.dumps({"reserves": RESERVES, "pools": pools, "parts": PARTS}))
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.splitlines()[-1])
     for (memory, tp_size, pp_size, requests), fraction in zip(RESERVES, answers["fractions"], strict=True):
@@ -52,6 +57,11 @@ def test_the_share_of_weights_and_cache_and_the_pool_of_every_scheme_are_sglangs
         server = with_pool(available, context, requests)
         assert server.tokens(cost) == tokens, (available, context, requests, cost)
         assert server.request_slots(tokens, cost) == slots, (available, context, requests, cost)
+    assert answers["in_parts"] == sorted(APART & {*answers["in_parts"]})
+    assert {*answers["in_parts"]} >= {"GptOssForCausalLM", "Gemma4ForConditionalGeneration", "MiMoV2FlashForCausalLM"}
+    for (available, full, window), tokens in zip(PARTS, answers["parts"], strict=True):
+        cost = CacheCost(full + PART_SHARE * window, 0, full, 0)
+        assert with_pool(available, 32_768, None).tokens(cost) == tokens, (available, full, window)
 
 
 def with_pool(num_bytes: int, context_length: int, requests: int | None) -> ServerMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from typing import TYPE_CHECKING, Final
@@ -11,6 +12,7 @@ from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
+from kvtuner.pipeline.planning.window_cost import window_share
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
@@ -139,6 +141,14 @@ def assumptions(plan: CapacityPlan) -> list[str]:
         "bits are stored bits of an element, with scales; they and bytes are of the fullest rank, and of a budget the"
         " most that it allows",
     ]
+    native = plan.schemes[0].window_bytes_per_token
+    if native:
+        share = window_share(plan.shape.architecture)
+        kept = "all tokens" if share == 1 else f"{share:g} of the tokens (--swa-full-tokens-ratio)"
+        texts.append(
+            f"bytes and bits are of full layers; of those with a window SGLang keeps {kept}, unquantized, which takes"
+            f" {count(math.ceil(native))} bytes more of each token"
+        )
     if rows:
         window = plan.window
         texts.append(

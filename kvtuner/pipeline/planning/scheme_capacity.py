@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -9,6 +10,7 @@ from kvtuner.errors import BudgetError, ServingError
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
+from kvtuner.pipeline.planning.window_cost import window_bytes_per_token
 from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
@@ -30,14 +32,16 @@ _NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 class SchemeCapacity:
     """The tokens, and requests of the whole context, that fit by one cache scheme or inside one budget.
 
-    Bytes and bits are those of the fullest rank; a budget's are the most that it allows. Copies are those of an exact
-    window, of one request; the workspace is what attention over packed rows takes beside the cache.
+    Bytes and bits are those of full layers on the fullest rank; a budget's are the most that it allows. Copies are
+    those of an exact window, of one request; the workspace is what attention over packed rows takes beside the cache.
+    Window bytes are what a token takes besides, where layers have a window.
     """
 
     name: str
     kind: SchemeKind
     effective_bits: float
     bytes_per_token: int
+    window_bytes_per_token: float
     copies_bytes_per_request: int
     workspace_bytes: int
     tokens: int
@@ -55,11 +59,17 @@ class SchemeSizes:
     def __init__(self, shape: ModelShape, quant: QuantizationOptions, server: ServerMemory) -> None:
         if shape.geometry.is_latent:
             raise ServingError("a plan is of SGLang, which serves no latents by a profile yet: leave the plan out")
+        if not all(layer.kind.owns_cache for layer in shape.cache.layers):
+            raise ServingError(
+                "a plan is of SGLang, which serves no model with layers without keys by a profile yet: leave the plan"
+                " out"
+            )
         self.shape, self.quant, self.server = shape, quant, server
         self.ranks = serving_ranks(quant, shape, tp_size=server.tp_size, pp_size=server.pp_size)
         rows = self.ranks.shape
         self._copies_of_layer = self._copies([SMALLEST_PAIR])
         self.channels = rows.num_kv_heads * rows.channels
+        self.window_bytes = window_bytes_per_token(shape, server.tp_size)
         self.workspace_bytes = attention_bytes(
             AttentionShape.of(
                 shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
@@ -104,7 +114,7 @@ class SchemeSizes:
         quant, server = self.quant, self.server
         return budget.constraint(
             self.shape.geometry, quant.k_layout, quant.v_layout, tp_size=server.tp_size, pp_size=server.pp_size,
-            window=quant.window,
+            window=quant.window, others=self.shape.cache,
         )  # fmt: skip
 
     def smallest(self) -> SchemeCapacity:
@@ -121,6 +131,9 @@ class SchemeSizes:
         # The server has one slot more than requests.
         room = self.server.pool_bytes - self.workspace_bytes
         room -= max(map(len, self.ranks.stages)) * self._copies_of_layer
+        # The budget counts windows alone, of which the server keeps more.
+        windows = self.shape.cache.window_bytes(context, self.server.tp_size)
+        room -= math.ceil(concurrency * (context * self.window_bytes - windows))
         if room < GIB // 100:
             return None
         hundredths = room * 100 // GIB
@@ -151,8 +164,9 @@ class SchemeSizes:
     def _capacity(self, name: str, kind: SchemeKind, stages: Sequence[int], copies: Sequence[int]) -> SchemeCapacity:
         """The capacity by the bytes of a token, and of a request's copies, in each stage; the fullest limits all."""
         workspace = 0 if kind in (REFERENCE, FP8) else self.workspace_bytes
+        windows = self.window_bytes / 2 if kind == FP8 else self.window_bytes
         costs = [
-            CacheCost(rank_bytes, rank_copies, sum(stages), sum(copies), workspace)
+            CacheCost(rank_bytes + windows, rank_copies, sum(stages), sum(copies), workspace)
             for rank_bytes, rank_copies in zip(stages, copies, strict=True)
         ]
         tokens = [self.server.tokens(cost) for cost in costs]
@@ -162,8 +176,9 @@ class SchemeSizes:
         return SchemeCapacity(
             name=name,
             kind=kind,
-            effective_bits=8 * cost.bytes_per_token / (len(layers) * self.channels),
-            bytes_per_token=cost.bytes_per_token,
+            effective_bits=8 * stages[fullest] / (len(layers) * self.channels),
+            bytes_per_token=stages[fullest],
+            window_bytes_per_token=windows,
             copies_bytes_per_request=cost.bytes_per_request,
             workspace_bytes=workspace,
             tokens=tokens[fullest],

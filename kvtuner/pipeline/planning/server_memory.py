@@ -49,14 +49,14 @@ class CacheCost(NamedTuple):
     """The bytes that a scheme takes.
 
     Attributes:
-        bytes_per_token: The bytes of a token's rows on the fullest rank.
+        bytes_per_token: The bytes of a token on the fullest rank, of its rows and of layers with a window.
         bytes_per_request: The bytes of a request slot's exact copies there.
         all_bytes_per_token: The bytes of a token's rows on the ranks of all pipeline stages together.
         all_bytes_per_request: The bytes of a request slot's exact copies there.
         workspace_bytes: The bytes that attention takes beside the cache on a rank.
     """
 
-    bytes_per_token: int
+    bytes_per_token: float
     bytes_per_request: int
     all_bytes_per_token: int
     all_bytes_per_request: int

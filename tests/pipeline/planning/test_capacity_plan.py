@@ -15,7 +15,7 @@ from kvtuner.errors import BudgetError, GeometryError, ServingError, Unsupported
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.planning.capacity_plan import CapacityPlan, make_plan
 from kvtuner.pipeline.planning.plan_options import PlanOptions
-from kvtuner.pipeline.planning.plan_text import search_sentences
+from kvtuner.pipeline.planning.plan_text import assumptions, search_sentences
 from kvtuner.pipeline.planning.search_cost import SearchCost
 from kvtuner.pipeline.planning.server_memory import ServerMemory
 from kvtuner.precision import GIB, ExactWindow, PrecisionPair
@@ -105,6 +105,56 @@ def test_the_largest_budget_is_the_largest_with_which_all_requests_fit(
 
 
 UNIFORMS = ("2", "K4V2", "4", "K8V4", "8", "16")
+
+
+@pytest.mark.parametrize(("name", "share", "full", "windows"), [("gpt-oss", 0.8, 12, 12), ("gemma3", 1, 4, 22)])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_layers_with_a_window_take_what_sglang_keeps_of_them(
+    hub_model: HubModel, name: str, share: float, full: int, windows: int, tp_size: int
+) -> None:
+    """SGLang keeps four fifths of the tokens in windows' own part, and all where they share the full layers' pool."""
+    folder, context, concurrency = hub_model(name), 32_768, 150
+    options: dict[str, Any] = {"gpu": "H100", "context_length": context, "concurrency": concurrency, "tp_size": tp_size}
+    plan = plan_of(folder, **options, weights=40 * GIB * tp_size)
+    config = plan.shape.config
+    of_layer = 2 * 2 * config.num_key_value_heads // tp_size * config.head_dim
+    ranks = RankLayout.of(plan.shape.geometry, tp_size=tp_size)
+    copies = ranks.window_bytes([PrecisionPair(2, 2)] * full, ExactWindow(32))
+    for row in plan.schemes:
+        native = share * windows * of_layer / (2 if row.kind == "fp8" else 1)
+        assert row.window_bytes_per_token == pytest.approx(native)
+        if row.kind == "bf16":
+            assert row.bytes_per_token == full * of_layer
+        slots = (concurrency + 1) * copies if row.kind in ("uniform", "budget") else 0
+        room = plan.server.pool_bytes - row.workspace_bytes - slots
+        assert row.tokens == int(room // (row.bytes_per_token + native))
+    text = " ".join(assumptions(plan))
+    assert ("0.8 of the tokens (--swa-full-tokens-ratio)" if share < 1 else "SGLang keeps all tokens") in text
+
+
+def test_the_largest_budget_leaves_room_for_what_sglang_keeps_of_windows(hub_model: HubModel) -> None:
+    context, concurrency, of_layer = 32_768, 40, 2 * 2 * 8 * 64
+    layers = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 20}
+    options: dict[str, Any] = {"gpu": "H100", "context_length": context, "concurrency": concurrency}
+    server = ServerMemory(81_559, 0, context, max_running_requests=concurrency)
+    kept, windows = 0.8 * 4 * of_layer, 4 * 128 * of_layer
+    # Full layers have a third of what they take in bf16, beside what is kept of windows.
+    room = int(concurrency * context * (20 * of_layer / 3 + kept))
+    options["weights"] = server.pool_bytes - room
+    plan = plan_of(hub_model("gpt-oss", **layers), **options)
+    assert plan.advice.choice == "search" and plan.server.pool_bytes == room
+    (text,) = plan.advice.budgets
+    rows = float(text.partition("GiB")[0]) * GIB - concurrency * windows
+    room -= plan.schemes[-1].workspace_bytes
+    beside = concurrency * context * kept
+    assert rows + beside <= room < rows + beside + GIB / 100 + plan.schemes[-1].copies_bytes_per_request
+    found = plan_of(hub_model("gpt-oss", **layers), **options, budget=(text,))
+    assert requests_of(found, Budget.parse(text).text) >= concurrency
+
+
+def test_layers_without_keys_are_not_planned(model_folder: Callable[..., Path]) -> None:
+    with pytest.raises(ServingError, match="serves no model with layers without keys by a profile yet"):
+        plan_of(model_folder("qwen3.5"), gpu="H100")
 
 
 def test_the_cheapest_scheme_is_bf16_then_fp8_then_a_search_then_none(hub_model: HubModel) -> None:

@@ -2,8 +2,10 @@
 
 The argument is JSON with `reserves`, lists of a GPU's MiB, ranks, stages and requests asked for, and `pools`, lists of
 the bytes available, the context, the requests asked for, and a token's and a request slot's bytes on a rank and on all
-stages. It writes the shares that SGLang gives to weights and cache, and the tokens and request slots of each pool. What
-a device says of itself, and what was asked for, is put in place; all else is SGLang's and the hooks'.
+stages, and `parts`, lists of the bytes available and of a token's bytes in full layers and in those with a window. It
+writes the shares that SGLang gives to weights and cache, the tokens and request slots of each pool, the tokens of each
+pool of two parts, and the architectures of transformers for which it has such pools. What a device says of itself, and
+what was asked for, is put in place; all else is SGLang's and the hooks'.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.arg_groups import cuda_graph_hook, memory_hook, serving_hook
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import resolution_result, resolving_view
+from sglang.srt.configs.model_config import is_hybrid_swa_model
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.model_executor import cuda_graph_config
-from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
 from sglang.srt.server_args import ServerArgs
+from transformers.models.auto import modeling_auto
 
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.runtime_loader.exact_ring import most_requests
@@ -70,6 +74,29 @@ def pool_size(
     return [tokens, configurator.resolve_max_num_reqs(tokens)]
 
 
+def part_tokens(available: int, full: int, window: int) -> int:
+    """The tokens of the full layers' part of a pool, by SGLang's default share of the windows' part."""
+    sizes: Any = HybridSWAPoolConfigurator.__new__(HybridSWAPoolConfigurator)
+    arguments = ServerArgs(model_path=str(DEMO_MODEL))
+    sizes._swa_full_tokens_ratio = resolution_result(arguments, "swa_full_tokens_ratio")
+    sizes._full_layers_num, sizes._swa_layers_num, sizes._swa_per_token, sizes._full_per_token = 1, 1, window, 0
+    sizes._draft_full_layers_num = sizes._draft_swa_layers_num = sizes._draft_swa_full_layers_num = 0
+    sizes._draft_cell_size, sizes._enable_unified_memory = 0, False
+    sizes._fused_full_entry = sizes._fused_swa_entry = None
+    sizes._sliding_window_size, sizes._page_size = 128, 1
+    sizes._kvtuner_costs = capacity._Costs(None, full, 0, 0)
+    sizes._recompute_cell_size()
+    return int(sizes.calculate_pool_sizes(available, 1).max_total_num_tokens)
+
+
+def in_parts() -> list[str]:
+    """The classes of transformers' language models whose windows SGLang keeps in a part of their own."""
+    of_text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    classes = {name if isinstance(name, str) else name[0] for name in (*of_text, *with_images)}
+    return sorted(name for name in classes if is_hybrid_swa_model([name]))
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     fractions = [static_fraction(*case) for case in asked["reserves"]]
@@ -80,9 +107,13 @@ def main() -> None:
         most_requests=lambda kvc, tokens: most_requests(tokens, *kvc.costs) if kvc.costs[1] else None,
     )
     capacity.on_capacity(rank, lambda *_: None)
-    sys.stdout.write(
-        json.dumps({"fractions": fractions, "pools": [pool_size(*case) for case in asked["pools"]]}) + "\n"
-    )
+    answers = {
+        "fractions": fractions,
+        "pools": [pool_size(*case) for case in asked["pools"]],
+        "parts": [part_tokens(*case) for case in asked["parts"]],
+        "in_parts": in_parts(),
+    }
+    sys.stdout.write(json.dumps(answers) + "\n")
 
 
 if __name__ == "__main__":

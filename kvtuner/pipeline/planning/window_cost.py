@@ -1,0 +1,32 @@
+"""The bytes that layers with a window take of SGLang's cache beside full layers. Knows nothing of schemes or GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvtuner.calibration.model_loading import ModelShape
+
+PART_SHARE: Final = 0.8
+"""SGLang's default of --swa-full-tokens-ratio: the tokens of windows' part of a pool, for each of the full layers'."""
+APART: Final = frozenset({
+    "DeepseekV4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM",
+    "InklingForConditionalGeneration", "LagunaForCausalLM", "Llama4ForConditionalGeneration", "MellumForCausalLM",
+    "MiMoV2FlashForCausalLM", "MuseGlimmerForConditionalGeneration", "Step3p7ForConditionalGeneration",
+})  # fmt: skip
+"""The architectures whose windows SGLang keeps in a part of the pool of their own; of others it keeps all tokens."""
+
+
+def window_share(architecture: str) -> float:
+    """The tokens of layers with a window that SGLang by default keeps for each token of full layers."""
+    return PART_SHARE if architecture in APART else 1
+
+
+def window_bytes_per_token(shape: ModelShape, tp_size: int) -> float:
+    """The bytes on a rank of what SGLang keeps of layers with a window, unquantized, for a token of full layers.
+
+    `GeometryError` where heads cannot be split among ranks.
+    """
+    windows = [layer for layer in shape.cache.layers if layer.kind.name == "window"]
+    return window_share(shape.architecture) * sum(layer.native_bytes(tp_size) for layer in windows)
