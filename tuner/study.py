@@ -59,6 +59,7 @@ def refine(
     guidance: Guidance = "surrogate",
     race: Callable[[Configuration, Configuration], float] | None = None,
     on_trial: Callable[[TrialRecord], None] | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> StudyResult:
     """Search the configuration of least measured KL inside the budget, from warm starts on.
 
@@ -86,6 +87,7 @@ def refine(
             worse it may give an estimate above the best one's value, and save time. The first warm start is not raced.
             None measures all of them with `objective`.
         on_trial: called after every trial that this worker finishes.
+        is_over: asked before every trial after the first: whether to end with those that the study has.
 
     Raises:
         RunFolderError: The storage cannot be used, or its study is of another identity, space or budget.
@@ -110,7 +112,8 @@ def refine(
             if is_first:
                 worker.describe()
             worker.enqueue(warm)
-        worker.work(num_trials, is_sampling=sampler != "none" and bool(worker.distributions), on_trial=on_trial)
+        is_sampling = sampler != "none" and bool(worker.distributions)
+        worker.work(num_trials, is_sampling=is_sampling, on_trial=on_trial, is_over=is_over)
         records = worker.records()
     return _result(records, POPULATION_SIZE if sampler == "nsga2" else None)
 

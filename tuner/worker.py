@@ -96,12 +96,22 @@ class Worker:
                 self._study.enqueue_trial(self._reader.params(start), user_attrs={SOURCE: "warm"})
 
     def work(
-        self, num_trials: int, *, is_sampling: bool, on_trial: Callable[[TrialRecord], None] | None = None
+        self,
+        num_trials: int,
+        *,
+        is_sampling: bool,
+        on_trial: Callable[[TrialRecord], None] | None = None,
+        is_over: Callable[[], bool] | None = None,
     ) -> None:
-        """Finish trials until the study has enough, waiting at the end for those that others still run."""
+        """Finish trials until the study has enough, waiting at the end for those that others still run.
+
+        It ends with fewer, at least one, where `is_over` says so.
+        """
         while True:
             trials = [trial for trial in self._trials() if not self._reclaim(trial)]
             count = Counter(trial.state for trial in trials)
+            if is_over is not None and count[TrialState.COMPLETE] and is_over():
+                return
             is_open = is_sampling or count[TrialState.WAITING] > 0
             if count[TrialState.COMPLETE] >= num_trials or not (is_open or count[TrialState.RUNNING]):
                 return

@@ -15,6 +15,7 @@ MAX_SEED: Final = 2**31
 MIN_REPORT_SEQUENCES: Final = 2
 """The sequences that an interval needs."""
 _UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
 
 
 def whole_number(text: str) -> int:
@@ -56,6 +57,15 @@ def byte_count(text: str) -> int:
     value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if value < 1:
         raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
+    return value
+
+
+def second_count(text: str) -> int:
+    """A time of at least one second, in whole seconds; ``10min`` is 600."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*(s|min|h)?", text.strip().lower(), re.ASCII)
+    value = int(float(match[1]) * _SECONDS[match[2]]) if match else 0
+    if value < 1:
+        raise OptionError(f"a time is written 90s, 10min or 1.5h, not {text!r}")
     return value
 
 

@@ -14,6 +14,7 @@ from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
 from kvtuner.pipeline.number_readers import (
     MIN_REPORT_SEQUENCES,
     positive,
+    second_count,
     seed,
     sequences,
     tokens_up_to,
@@ -44,7 +45,7 @@ DEFAULT_SAMPLER: Final = "nsga2"
 DEFAULT_TRIALS: Final = 100
 """The refinement's size where none is given; `SearchOptions` keeps None, since hand-written layers refuse both."""
 DEFAULT_RESIDUAL_LENGTH: Final = 32
-_SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "storage")
+_SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "time_limit", "storage")
 
 Options = TypeVar("Options")
 
@@ -95,7 +96,7 @@ class DataOptions:
     )
     sequences: tuple[int, int, int] | None = option(
         None,
-        "sequences to calibrate, select and report on; 4,12,12 for demo, else 8,8,16",
+        "sequences to calibrate, select and report on; 16,12,12 for demo, else 16,8,16",
         type=sequences,
         metavar="N[,N,N]",
     )
@@ -215,6 +216,12 @@ class SearchOptions(CalibrateOptions):
     trials: int | None = option(
         None, f"trials of the refinement, warm starts included; {DEFAULT_TRIALS} by default", type=positive
     )
+    time_limit: int | None = option(
+        None,
+        "time that the search may take: refinement ends early, with the trials that fit beside all the rest",
+        type=second_count,
+        metavar="10min",
+    )
     nested: bool = option(False, "nested budgets: a larger one never takes bits away; needs --sampler none")
     tp_size: int = option(1, "tensor-parallel ranks that will serve", type=positive)
     pp_size: int = option(1, "pipeline stages that will serve; each keeps the budget", type=positive)
@@ -236,8 +243,9 @@ class SearchOptions(CalibrateOptions):
             raise BudgetError("give --budget (such as 4bit) or --layers (such as 0-1:bf16,2-27:K4V2), one of the two")
         for name in _SEARCH_ONLY if self.layers else ():
             if getattr(self, name):
+                flag = name.replace("_", "-")
                 raise SearchSpaceError(
-                    f"--{name} is of a search, but --layers writes one configuration; leave one out, here or in"
+                    f"--{flag} is of a search, but --layers writes one configuration; leave one out, here or in"
                     " --config"
                 )
         if self.nested and self.sampler != "none":

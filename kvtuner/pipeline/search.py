@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
+from kvtuner.pipeline.stages.time_limit import TimeLimit
 from kvtuner.pipeline.stages.work_ahead import phases_ahead
 from kvtuner.pipeline.stages.worker_processes import WorkerPlace, placed, quiet_unless_first, workers_beside
 from kvtuner.report.search_data import DATA_FILE, ReportData
@@ -152,6 +154,7 @@ def _search(
     options: SearchOptions, place: WorkerPlace, on_result: Callable[[SearchResult], None] | None = None
 ) -> list[SearchResult]:
     """Search as one of the processes that were started together; the first one alone has results."""
+    began = time.monotonic()
     options = placed(options, place)
     shape = checked_shape(options)
     quant = calibration_options(options.measurement, shape).quant
@@ -159,11 +162,12 @@ def _search(
     folder = _search_folder(options, targets)
     with quiet_unless_first(place, folder):
         ahead = phases_ahead(options, shape, quant, targets)
+        limit = None if options.time_limit is None else TimeLimit(options.time_limit, ahead, began)
         phases, table = measure_sensitivity(options, shape, folder, phase="calibration", ahead=ahead)
         if phases.layouts or phases.window_length:
             # Rows of 8 bits may have become longer, and copies take bytes of some budgets.
             targets = targets_of(options, shape, phases.bench.options.quant)
-        return _search_targets(SearchRun(options, phases, table), targets, place, on_result)
+        return _search_targets(SearchRun(options, phases, table), targets, place, on_result, limit)
 
 
 def _search_targets(
@@ -171,12 +175,13 @@ def _search_targets(
     targets: Sequence[SearchTarget],
     place: WorkerPlace,
     on_result: Callable[[SearchResult], None] | None,
+    limit: TimeLimit | None,
 ) -> list[SearchResult]:
     identity = sha256_of(run.table.identity)
     with run.phases.phase("uniform table"):
         simulator = run.bench.simulator("select", reuse=True)
         objective = MeasuredKL(simulator, run.table, run.bench.options.quant, run.folder, identity)
-        budget_search = BudgetSearch(run, objective)
+        budget_search = BudgetSearch(run, objective, limit=limit)
         uniform_kl = budget_search.uniform_table()
     family = budget_search.family(targets) if run.options.nested else [None] * len(targets)
     validator = Validator(run.bench, run.folder, identity)

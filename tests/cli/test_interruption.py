@@ -22,7 +22,7 @@ from kvtuner.exported_configs.profile.load import load_profile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fixture_types import ModelFolder, RunCommand, SmallCommand, StartCommand
+    from fixture_types import ModelFolder, RunCommand, Search, SmallCommand, StartCommand
 
 pytestmark = pytest.mark.slow
 
@@ -231,3 +231,42 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(
     assert journal_keys(out)[: len(kept) - 1] == kept[:-1]
     keys = journal_keys(out)
     assert len(keys) - len(set(keys)) <= 1  # the line that was written but not known to be safe
+
+
+def test_without_time_to_refine_the_exact_solution_is_validated_and_told(
+    run_search: RunCommand, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    flags = ("--model", model_folder("llama-gqa"), "--budget", "3bit", "--trials", "30", "--no-report")
+    for _ in range(2):  # the same command again leaves it at that
+        status, _, stderr = run_search(*flags, "--time-limit", "1s", "--out", tmp_path / "run")
+        assert status == 0
+        assert "refinement 3bit: 1 of 30 trials; the time limit left out the others" in stderr
+    profile = load_profile(tmp_path / "run/profile.json")
+    search = profile.provenance.search
+    assert search is not None
+    assert search.trials == 1
+    assert profile.quality is not None
+    assert "--time-limit 1" in (profile.provenance.command or "")
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert {event["asked"] for event in events if event["event"] == "time limit"} == {"3bit"}
+
+
+def test_a_limit_that_is_long_enough_changes_nothing(search: Search, tmp_path: Path) -> None:
+    plain = search(tmp_path / "plain", "--budget", "3bit", "4bit", trials=8)
+    limited = search(tmp_path / "limited", "--budget", "3bit", "4bit", "--time-limit", "2h", trials=8)
+    assert [result["digest"] for result in limited] == [result["digest"] for result in plain]
+
+
+@pytest.mark.parametrize("text", ["0", "-1min", "soon", "10 parsecs"])
+def test_what_is_no_time_is_refused(text: str, run: RunCommand, tmp_path: Path) -> None:
+    status, _, stderr = run("search", "--model", "demo", "--budget", "3bit", f"--time-limit={text}", "--out", tmp_path)
+    assert status != 0
+    assert "a time is written 90s, 10min or 1.5h" in stderr
+
+
+def test_hand_written_layers_have_no_trials_to_leave_out(run: RunCommand, tmp_path: Path) -> None:
+    status, _, stderr = run(
+        "search", "--model", "demo", "--layers", "0-8:K4V4", "--time-limit", "1min", "--out", tmp_path
+    )
+    assert status != 0
+    assert "--time-limit is of a search" in stderr

@@ -95,6 +95,25 @@ def test_without_a_sampler_only_warm_starts_are_measured(
     assert len(refine(space, constraint, landscape, warm=warm, sampler="none", num_trials=4).trials) == 4
 
 
+@pytest.mark.parametrize("finished", [0, 1, 5])
+def test_a_study_that_is_over_has_the_trials_that_it_finished_and_at_least_one(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, finished: int
+) -> None:
+    warm = warm_starts(space, constraint, [], 10)
+    done: list[TrialRecord] = []
+    result = refine(
+        space,
+        constraint,
+        landscape,
+        warm=warm,
+        num_trials=20,
+        on_trial=done.append,
+        is_over=lambda: len(done) >= finished,
+    )
+    assert len(result.trials) == len(done) == max(1, finished)
+    assert landscape.measured == warm[: len(done)]
+
+
 @pytest.mark.parametrize(("sampler", "num_warm"), [("nsga2", 1), *((name, POPULATION_SIZE) for name in SAMPLERS)])
 def test_refinement_finds_what_the_additive_model_cannot_see(
     space: SearchSpace, constraint: Constraint, landscape: Landscape, sampler: SamplerName, num_warm: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import NonFiniteActivationError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.pipeline.stages.search_targets import SearchTarget
+    from kvtuner.pipeline.stages.time_limit import TimeLimit
     from kvtuner.precision import PrecisionPair
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
@@ -77,10 +78,11 @@ class SearchOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BudgetSearch:
-    """Finds winners on the select split, which the objective measures."""
+    """Finds winners on the select split, which the objective measures, within the time limit if there is one."""
 
     run: SearchRun
     objective: MeasuredKL
+    limit: TimeLimit | None = field(default=None, kw_only=True)
 
     def uniforms(self) -> dict[PrecisionPair, Configuration]:
         """Every uniform pair with the best transforms."""
@@ -134,6 +136,8 @@ class BudgetSearch:
             study = self._refine_by_one(target, constraint, space, warm)
             winner, gain = self.chosen(exact, study)
         say(f"refinement {target.asked}: {refinement_text(gain) if gain else 'the exact solution has no finite KL'}")
+        if self.limit is not None and len(study.trials) < (most := self.run.options.refinement_trials):
+            say(f"refinement {target.asked}: {len(study.trials)} of {most} trials; the time limit left out the others")
         return SearchOutcome(
             asked=target.asked,
             configuration=winner,
@@ -184,22 +188,41 @@ class BudgetSearch:
         So its trials are the same however many workers there are. If that worker ends, another one goes on.
         """
         options, studies = self.run.options, list[StudyResult]()
-        identity = sha256_of([options.storage, options.refinement_trials, self._identity(target)])
+        limit = [] if options.time_limit is None else [options.time_limit]
+        identity = sha256_of([options.storage, options.refinement_trials, *limit, self._identity(target)])
         ended = Journal(self.run.folder, REFINEMENTS, identity)
 
         def propose(keys: Sequence[str]) -> None:
-            studies.append(self._refine(target, constraint, space, warm))
+            studies.append(self._refine(target, constraint, space, warm, self._is_over(target)))
             ended.append(*({"key": key} for key in keys))
 
         share_keys(self.run.folder, ended, REFINEMENTS, [target.name], propose, meanwhile=self.objective.help)
-        return studies[0] if studies else self._refine(target, constraint, space, warm)
+        # Where another worker proposed, its trials are all there are, however few a time limit left.
+        return studies[0] if studies else self._refine(target, constraint, space, warm, lambda: bool(limit))
+
+    def _is_over(self, target: SearchTarget) -> Callable[[], bool]:
+        """Whether the refinement's time has passed; says what it has."""
+        if self.limit is None:
+            return lambda: False
+        phases = self.run.phases
+        given = self.limit.refinement(f"refinement {target.asked}", phases.passes, phases.seconds)
+        self.run.folder.log("time limit", asked=target.asked, seconds=given.seconds, rest=given.rest)
+        most = self.run.options.refinement_trials
+        plan = f"{given.seconds:.0f} s for at most {most} trials" if given.seconds else "the exact solution alone"
+        say(f"refinement {target.asked}: {plan}, since the rest is to take {given.rest:.0f} s")
+        return given.is_over
 
     def _identity(self, target: SearchTarget) -> dict[str, Any]:
         """What the trials of a study must have in common: workers that share a storage count one another's."""
         return {"measurements": sha256_of(self.run.table.identity), **target.identity}
 
     def _refine(
-        self, target: SearchTarget, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
+        self,
+        target: SearchTarget,
+        constraint: Constraint,
+        space: SearchSpace,
+        warm: Sequence[Configuration],
+        is_over: Callable[[], bool],
     ) -> StudyResult:
         options = self.run.options
         identity = self._identity(target)
@@ -224,4 +247,5 @@ class BudgetSearch:
                 identity=identity,
                 race=self.objective.against,
                 on_trial=on_trial,
+                is_over=is_over,
             )

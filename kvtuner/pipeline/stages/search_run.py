@@ -127,6 +127,7 @@ class Phases:
         bench: The workbench, with the scale layouts that were chosen.
         folder: The run folder.
         passes: The forward passes by phase.
+        seconds: The time by phase.
         layouts: The scale layouts that were compared, by side.
         window_length: The window lengths that were compared, None where the options give one.
         progress: What shows how much of the work ahead is done.
@@ -135,6 +136,7 @@ class Phases:
     bench: Workbench
     folder: RunFolder
     passes: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     layouts: tuple[LayoutComparison, ...] = ()
     window_length: LengthComparison | None = None
     progress: ForwardProgress = field(default_factory=ForwardProgress)
@@ -155,6 +157,7 @@ class Phases:
         passes = passes_so_far()
         self.passes[name] = self.passes.get(name, 0.0) + passes
         seconds = time.monotonic() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         took = {"seconds": round(seconds, 2), "processor_seconds": round(time.process_time() - processor, 2)}
         self.folder.log("phase", name=name, forward_passes=round(passes, 2), **took)
         say(f"{name}: {passes:.1f} forward passes, {seconds:.1f} s")
