@@ -4,7 +4,7 @@
         --picture growth.svg
 
 Models are Llamas with random weights, of 8 layers, 128 channels in 4 heads of 32 with 2 KV heads, and 1,024 tokens in
-the vocabulary; searches have 4, 4 and 4 sequences of 128 tokens and 12 trials. One of these is varied at a time. Times
+the vocabulary; searches have 8, 4 and 4 sequences of 128 tokens and 12 trials. One of these is varied at a time. Times
 are those of the process, by phase, without loading: what else runs on the machine changes them less than wall time.
 `--workers 1 2 4` instead times whole searches of one model by their processes, in wall time, which needs a machine
 without other work; ways alternate. Resumes where it stopped.
@@ -29,13 +29,13 @@ from kvtuner.run_folder import RunFolder
 
 BASE: Final = {"layers": 8, "width": 128, "vocabulary": 1024, "length": 128}
 VARIED: Final[dict[str, tuple[int, ...]]] = {
-    "layers": (4, 8, 16, 32),
+    "layers": (6, 12, 24, 48),
     "width": (128, 256, 512, 1024),
     "vocabulary": (1024, 8192, 32768, 131072),
     "length": (128, 256, 512, 1024),
 }
 PHASES: Final = ("scale layouts", "calibration", "uniform table", "refinement 4bit", "validation")
-SEARCH: Final = ("--budget", "4bit", "--sequences", "4,4,4", "--trials", "12", "--no-report")
+SEARCH: Final = ("--budget", "4bit", "--sequences", "8,4,4", "--trials", "12", "--no-report")
 
 
 def make_model(folder: Path, sizes: dict[str, int]) -> None:

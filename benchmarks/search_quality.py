@@ -32,7 +32,7 @@ import numpy as np
 import optuna
 from search_parts.greedy import greedy
 
-from kvtuner.calibration.isolated_kl import isolated_candidates
+from kvtuner.calibration.isolated_kl import isolated_candidates, isolated_sequences
 from kvtuner.cli.command import add_options, add_switch
 from kvtuner.errors import BudgetError, SearchSpaceError
 from kvtuner.evaluation.validation import SequenceSums, Validator, kl_difference, pooled
@@ -228,7 +228,9 @@ def compare_search(
     """The KL on both splits and the sequences of a search with every seed, and the first seed's best configuration."""
     sampler, guidance = SEARCHES[name]
     warm = model.starts(space, constraint, args.trials) if guidance == "surrogate" else []
-    isolated = len(isolated_candidates(model.run.table.scores)) * args.sequences[0] // 2
+    table = model.run.table
+    sequences = isolated_sequences(table.geometry.num_layers, args.sequences[0])
+    isolated = len(isolated_candidates(table.scores)) * sequences // 2
     more = -(-isolated // args.sequences[1]) if guidance == "budget" else 0
     settings = {"sampler": sampler, "guidance": guidance, "num_trials": args.trials + more}
     results = [model.searched(space, constraint, warm, seed=seed, **settings) for seed in args.seeds]

@@ -1,5 +1,7 @@
 """Isolated forward KL: one side of one layer is quantized at one width, everything else is exact.
 
+It is measured where Fisher scores, which are local, could be wrong, and on few sequences: it corrects those scores.
+
 Every result is journalled as it is measured, so that a killed run repeats at most one forward: that of one candidate
 over the sequences that run in parallel. Knows no budgets.
 """
@@ -19,7 +21,7 @@ from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerCon
 from kvtuner.calibration.vocabulary_sample import logits_to_compare
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
-from kvtuner.precision import SIDES, WIDEST_PACKED_BITS, Side
+from kvtuner.precision import SIDES, Side
 from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
@@ -38,42 +40,65 @@ JOURNAL = "isolated.jsonl"
 
 
 MEASURED_TRANSFORMS: Final = 2
-"""The transforms of the narrowest width that are measured: those that the Fisher score puts first."""
+"""The transforms of a layer and side that are measured: those that the Fisher score puts first."""
 LARGEST_FISHER_RATIO: Final = 2.5
 """The Fisher score, as a multiple of the least, beyond which a transform is not measured."""
+LAYERS_TIMES_SEQUENCES: Final = 48
+"""Layers times the sequences that their isolated KL is measured on, so that the forwards grow with depth alone."""
+CHANCE: Final = 0.4
+"""The logarithm of the factor between KL and Fisher score that is chance on one sequence: 1.5."""
+
+
+def isolated_sequences(num_layers: int, num_sequences: int) -> int:
+    """The sequences that isolated KL is measured on, of those of the calibration."""
+    return min(num_sequences, -(-LAYERS_TIMES_SEQUENCES // num_layers))
 
 
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
-    """The candidates whose isolated KL decides something.
+    """The candidates whose isolated KL decides something: at the narrowest width the first few transforms by Fisher.
 
-    At the narrowest width, where the Fisher score is local, the first few transforms by it, elsewhere the first. At 8
-    bits none: there the Fisher score is the KL, see `with_isolated_kl`.
+    Errors are largest there, and the Fisher score is local. Above, it is the KL, see `with_isolated_kl`.
     """
     isolated: list[Candidate] = []
     for (_, _, bits), alternatives in _by_place(scores).items():
-        if bits == WIDEST_PACKED_BITS:
+        if bits > min(candidate.bits for candidate in scores):
             continue
-        is_narrowest = bits == min(candidate.bits for candidate in scores)
         most = LARGEST_FISHER_RATIO * scores[alternatives[0]].fisher
-        first = alternatives[: MEASURED_TRANSFORMS if is_narrowest else 1]
+        first = alternatives[:MEASURED_TRANSFORMS]
         isolated += [first[0], *(candidate for candidate in first[1:] if scores[candidate].fisher <= most)]
     return isolated
 
 
 def with_isolated_kl(
-    scores: Mapping[Candidate, CandidateScores], measured: Mapping[Candidate, float]
+    scores: Mapping[Candidate, CandidateScores],
+    measured: Mapping[Candidate, float],
+    fisher: Mapping[Candidate, float],
+    num_sequences: int,
 ) -> dict[Candidate, CandidateScores]:
-    """The scores with the KL that was measured, and at 8 bits the least Fisher score as the KL of its transform.
+    """The scores with a KL for each candidate that was measured, and above for the transform that Fisher puts first.
 
-    The Fisher score is the KL to second order, and errors of 8 bits are small.
+    The Fisher score is the KL to second order, on all sequences. Of what was measured it is multiplied by the ratio of
+    `measured` KL to `fisher` score on the same `num_sequences` sequences, less the factor that chance explains. So KL
+    of few sequences tells where the second order is wrong, and no sequence decides by its own difficulty.
     """
-    predicted = {
+    narrowest = min(candidate.bits for candidate in scores)
+    chance = CHANCE / math.sqrt(num_sequences)
+    kl = {
         alternatives[0]: scores[alternatives[0]].fisher
         for (_, _, bits), alternatives in _by_place(scores).items()
-        if bits == WIDEST_PACKED_BITS
+        if bits > narrowest
     }
-    kl = {**predicted, **measured}
+    for candidate, measured_kl in measured.items():
+        kl[candidate] = scores[candidate].fisher * _beyond_chance(measured_kl, fisher[candidate], chance)
     return {candidate: replace(s, kl=kl.get(candidate, s.kl)) for candidate, s in scores.items()}
+
+
+def _beyond_chance(kl: float, fisher: float, chance: float) -> float:
+    """The factor from a Fisher score to a KL, nearer to one by what chance explains, a logarithm; one without error."""
+    if kl <= 0 or fisher <= 0:
+        return 1.0
+    log_ratio = math.log(kl / fisher)
+    return math.exp(math.copysign(max(0.0, abs(log_ratio) - chance), log_ratio))
 
 
 def _by_place(scores: Mapping[Candidate, CandidateScores]) -> dict[tuple[int, Side, int], list[Candidate]]:

@@ -46,7 +46,8 @@ class CandidateScores:
         e_a: mean |a - a'| of attention probabilities; zero for values.
         e_o: mean |o - o'| / |o| of attention outputs.
         fisher: half the expected squared directional derivative of the loss, nats per token.
-        kl: measured KL of the model with only this candidate quantized, nats per token; None where not measured.
+        kl: KL of the model with only this candidate quantized, nats per token: the Fisher score, at the narrowest width
+            as measured KL of some sequences corrects it (`with_isolated_kl`); None where it decides nothing.
     """
 
     e_self: float
@@ -121,8 +122,8 @@ class SensitivityTable:
     def best(self, layer: int, side: Side, bits: int, score: ScoreName) -> tuple[str, float]:
         """The best-scoring transform of one layer, side and width, and its score.
 
-        Only candidates that have the score take part: isolated KL is measured for all transforms at 2 bit, and for the
-        Fisher score's choice at more. Of equals the simpler one is taken.
+        Only candidates that have the score take part: isolated KL is that of one or two transforms at the narrowest
+        width, and of the Fisher score's choice above. Of equals the simpler one is taken.
 
         Raises:
             RunFolderError: The score was not measured.

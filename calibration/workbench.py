@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.batches import Batch, Offsets, batches
@@ -10,7 +11,12 @@ from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import Simulator
-from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated, with_isolated_kl
+from kvtuner.calibration.isolated_kl import (
+    isolated_candidates,
+    isolated_sequences,
+    measure_isolated,
+    with_isolated_kl,
+)
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
 from kvtuner.calibration.shared_passes import shared_candidates, shared_constants
@@ -20,7 +26,7 @@ from kvtuner.progress.bar import ProgressBar
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvtuner.calibration.corpus import Corpus, SplitName
     from kvtuner.calibration.model_loading import LoadedModel
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
 
 IDENTITY_FILE = "run.json"
-MEASUREMENT = 6
+MEASUREMENT = 7
 """The version of the measurement; increase it when the same model, data and options would give other numbers."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 
@@ -193,16 +199,13 @@ def measure_table(
 def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str, Any]) -> SensitivityTable:
     tokens, options = bench.corpus.splits["calibrate"].numel(), bench.options
     folder.log("statistics", tokens=tokens)
-    batches, key = list(bench.batches("calibrate")), sha256_of(identity)
+    batches = list(bench.batches("calibrate"))
     with ProgressBar(desc="statistics", total=tokens, unit="tok") as bar:
         constants = bench.constants(folder, bar.update)
     folder.log("candidates", tokens=tokens, draws=options.num_draws)
-    measurement = CandidateMeasurement(
-        bench.chain, constants, bench.plan, options.quant, options.num_draws, options.seed, options.with_pairs
-    )
     layers = bench.loaded.shape.geometry.num_layers
     with ProgressBar(desc="candidates", total=tokens * layers, unit="tok", unit_scale=True) as bar:
-        shared_candidates(measurement, batches, folder, sha256_of([key, options.with_pairs]), bar.update)
+        measurement = _candidates_of(bench, batches, folder, constants, options.with_pairs, bar.update)
     return SensitivityTable(
         identity=identity,
         geometry=bench.loaded.shape.geometry,
@@ -213,16 +216,35 @@ def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str,
     )
 
 
+def _candidates_of(
+    bench: Workbench,
+    batches: Sequence[Batch],
+    folder: RunFolder,
+    constants: Mapping[int, LayerConstants],
+    with_pairs: bool,
+    on_tokens: Callable[[int], object] = lambda _: None,
+) -> CandidateMeasurement:
+    """The measurement of all candidates on some batches, or what an earlier one journalled of it."""
+    options = bench.options
+    measurement = CandidateMeasurement(
+        bench.chain, constants, bench.plan, options.quant, options.num_draws, options.seed, with_pairs
+    )
+    key = sha256_of([sha256_of(bench.identity()), with_pairs])
+    shared_candidates(measurement, batches, folder, key, on_tokens)
+    return measurement
+
+
 def _measure_isolated(
     bench: Workbench, folder: RunFolder, table: SensitivityTable, on_left_out: Callable[[str], None] | None
 ) -> SensitivityTable:
     candidates = isolated_candidates(table.scores)
-    num_batches = -(-bench.corpus.splits["calibrate"].shape[0] // bench.options.batch_size)
-    folder.log("isolated", candidates=len(candidates), batches=num_batches)
-    with ProgressBar(desc="isolated KL", total=len(candidates) * num_batches, unit="fwd") as bar:
+    most = isolated_sequences(table.geometry.num_layers, bench.corpus.splits["calibrate"].shape[0])
+    batches = list(islice(bench.batches("calibrate"), -(-most // bench.options.batch_size)))
+    folder.log("isolated", candidates=len(candidates), batches=len(batches))
+    with ProgressBar(desc="isolated KL", total=len(candidates) * len(batches), unit="fwd") as bar:
         measured = measure_isolated(
             bench.chain,
-            bench.batches("calibrate"),
+            batches,
             candidates,
             table.constants,
             plan=bench.plan,
@@ -238,4 +260,6 @@ def _measure_isolated(
             if on_left_out is not None:
                 place = f"layer {candidate.layer} {candidate.side}{candidate.bits}"
                 on_left_out(f"{place} with transform {candidate.transform} is left out: {reason}")
-    return replace(table, scores=with_isolated_kl(table.scores, measured))
+    same = _candidates_of(bench, batches, folder, table.constants, bool(table.pairs))
+    fisher = {candidate: scores.fisher for candidate, scores in same.scores().items()}
+    return replace(table, scores=with_isolated_kl(table.scores, measured, fisher, same.num_sequences))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BUDGETS: Final = ("3bit", "4bit", "6bit")
 TWIN: Final = "demo-outliers"
-AS_THE_DEMO: Final = ("--sequence-length", "512", "--sequences", "4,12,12")
+AS_THE_DEMO: Final = ("--sequence-length", "512", "--sequences", "16,12,12")
 """The flags that `--model demo` stands for: the model was trained on 512 tokens, and its twin is the same function."""
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _FIRST: Final = (REFERENCE, PROFILE_SCHEME, BEST_UNIFORM)
 SEQUENCE_LENGTH: Final = 2048
-SEQUENCES: Final = (8, 8, 16)
+SEQUENCES: Final = (16, 8, 16)
 # The demo model was trained on 512 tokens.
 DEMO_SEQUENCE_LENGTH: Final = 512
-DEMO_SEQUENCES: Final = (4, 12, 12)
+DEMO_SEQUENCES: Final = (16, 12, 12)
 
 MeasuringOptions = TypeVar("MeasuringOptions", "EvalOptions", "BenchOptions")
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 MAX_FRONT_POINTS: Final = 400
 _CHEAP_SCORES: Final[dict[str, Callable[[CandidateScores], float]]] = {
-    "fisher": lambda scores: scores.fisher,
     "e_o": lambda scores: scores.e_o,
     "e_k / e_v": lambda scores: scores.e_self,
     "e_a": lambda scores: scores.e_a,
@@ -57,7 +56,7 @@ def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
 
 
 def rank_correlations(table: SensitivityTable) -> tuple[RankCorrelation, ...]:
-    """Spearman's rho of each cheap score with isolated KL, over all candidates that have both."""
+    """Spearman's rho of each error with isolated KL, over all candidates that have both; that is made of Fisher's."""
     rows = []
     for name, score in _CHEAP_SCORES.items():
         for side in table.geometry.sides[: 1 if name == "e_a" else 2]:

@@ -19,6 +19,7 @@ from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import (
     JOURNAL,
     isolated_candidates,
+    isolated_sequences,
     measure_isolated,
     spec_of,
     with_isolated_kl,
@@ -252,15 +253,15 @@ def scored(fisher: Callable[[int, int], float]) -> dict[Candidate, CandidateScor
     return scores
 
 
-def test_the_transforms_that_fisher_puts_first_are_measured_two_at_2_bits_one_above_none_at_8() -> None:
+def test_the_two_transforms_that_fisher_puts_first_are_measured_at_2_bits_and_none_above() -> None:
     # The best of layer 0 is its first transform, of layer 1 its last.
     scores = scored(lambda layer, rank: 1 + 0.1 * (rank if layer == 0 else 9 - rank))
     chosen = isolated_candidates(scores)
-    assert len(chosen) == len(set(chosen)) == 2 * 2 * (2 + 1)
+    assert len(chosen) == len(set(chosen)) == 2 * 2 * 2
     for layer, side in itertools.product(range(2), SIDES):
         order = candidate_transforms(side) if layer == 0 else tuple(reversed(candidate_transforms(side)))
         of = [(c.bits, c.transform) for c in chosen if (c.layer, c.side) == (layer, side)]
-        assert of == [(2, order[0]), (2, order[1]), (4, order[0])]
+        assert of == [(2, order[0]), (2, order[1])]
 
 
 def test_a_transform_far_behind_the_first_is_not_measured() -> None:
@@ -269,15 +270,37 @@ def test_a_transform_far_behind_the_first_is_not_measured() -> None:
         assert [len([c for c in chosen if (c.layer, c.side, c.bits) == (0, "k", 2)])] == [count]
 
 
-def test_at_8_bits_the_least_fisher_score_stands_for_the_kl() -> None:
+def test_above_2_bits_the_least_fisher_score_stands_for_the_kl() -> None:
     scores = scored(lambda layer, rank: 1.0 + layer + rank)
-    first = next(candidate for candidate in scores if candidate.bits == 4)
-    filled = with_isolated_kl(scores, {first: 0.25})
-    assert filled[first].kl == 0.25
-    with_kl = {
-        (c.layer, c.side, c.bits, c.transform): s.kl for c, s in filled.items() if s.kl is not None and c != first
-    }
-    assert with_kl == {(layer, side, 8, "none"): 1.0 + layer for layer in range(2) for side in SIDES}
+    filled = with_isolated_kl(scores, {}, {}, 1)
+    with_kl = {(c.layer, c.side, c.bits, c.transform): s.kl for c, s in filled.items() if s.kl is not None}
+    assert with_kl == {(layer, side, b, "none"): 1.0 + layer for layer in range(2) for side in SIDES for b in (4, 8)}
+
+
+@pytest.mark.parametrize(("num_sequences", "chance"), [(1, 1.4918), (4, 1.2214), (16, 1.1052)])
+def test_kl_of_few_sequences_moves_a_score_by_what_chance_does_not_explain(num_sequences: int, chance: float) -> None:
+    scores = scored(lambda layer, rank: 1.0 + layer + rank)
+    candidates = [c for c in isolated_candidates(scores) if (c.layer, c.bits, c.transform) == (0, 2, "none")]
+    worse, better = candidates
+    # Sequences three times as hard as all of them: only the ratio of both scores counts.
+    fisher = dict.fromkeys(candidates, 3.0)
+    for factor in (chance * 0.999, 1 / chance * 1.001):
+        same = with_isolated_kl(scores, {worse: 3 * factor}, fisher, num_sequences)
+        assert same[worse].kl == 1.0
+    filled = with_isolated_kl(scores, {worse: 3 * 5.0, better: 3 / 5.0}, fisher, num_sequences)
+    assert filled[worse].kl == pytest.approx(5.0 / chance, rel=1e-3)
+    assert filled[better].kl == pytest.approx(chance / 5.0, rel=1e-3)
+
+
+def test_a_candidate_without_an_error_keeps_its_fisher_score() -> None:
+    scores = scored(lambda layer, rank: 0.0 if rank == 0 else 1.0 + layer)
+    first = isolated_candidates(scores)[0]
+    assert with_isolated_kl(scores, {first: 0.0}, {first: 0.0}, 2)[first].kl == 0.0
+
+
+def test_layers_times_sequences_stay_the_same_as_models_get_deeper() -> None:
+    assert [isolated_sequences(num_layers, 100) for num_layers in (1, 6, 12, 24, 48, 96)] == [48, 8, 4, 2, 1, 1]
+    assert isolated_sequences(6, 3) == 3
 
 
 def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_again(

@@ -19,7 +19,8 @@ from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource
 from kvtuner.calibration.isolated_kl import JOURNAL, MEASURED_TRANSFORMS
 from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.quantization_options import QuantizationOptions
-from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
+from kvtuner.calibration.sensitivity import TABLE_FILE, Candidate, SensitivityTable, missing_candidates
+from kvtuner.calibration.shared_passes import CANDIDATES
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
 from kvtuner.precision import SEARCHED_BITS, ExactWindow, ScaleLayout
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 NUM_CANDIDATES = len(candidate_transforms("k")) + len(candidate_transforms("v"))
 """The candidates of a layer at one width."""
-NUM_ISOLATED = 2 * MEASURED_TRANSFORMS + 2 * (len(SEARCHED_BITS) - 2)
+NUM_ISOLATED = 2 * MEASURED_TRANSFORMS
 """The candidates of a layer whose KL is measured: all at 2 bits, and one of each side at each width above."""
 
 
@@ -124,10 +125,11 @@ def test_the_table_holds_every_candidate_and_every_width_has_a_kl(
     assert len(table.scores) == 2 * NUM_CANDIDATES * len(SEARCHED_BITS)
     assert list(missing_candidates(table, "kl")) == []
     with_kl = [candidate for candidate, scores in table.scores.items() if scores.kl is not None]
-    assert len(with_kl) == 2 * (NUM_ISOLATED + 2)
-    for layer, side in product(range(2), ("k", "v")):
-        least = min(table.of(layer, side, 8).values(), key=lambda scores: scores.fisher)
-        assert least.kl == least.fisher, "at 8 bits the Fisher score is the KL"
+    wider = [bits for bits in SEARCHED_BITS if bits > min(SEARCHED_BITS)]
+    assert len(with_kl) == 2 * (NUM_ISOLATED + 2 * len(wider))
+    for layer, side, bits in product(range(2), ("k", "v"), wider):
+        least = min(table.of(layer, side, bits).values(), key=lambda scores: scores.fisher)
+        assert least.kl == least.fisher, "above the narrowest width the Fisher score is the KL"
     assert table.geometry == bench.loaded.shape.geometry
     assert table.identity == json.loads(json.dumps(bench.identity()))
     assert_tables_equal(SensitivityTable.load(RunFolder(tmp_path)), table)
@@ -152,6 +154,25 @@ def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
     after = bench_of(score="fisher")
     assert_tables_equal(measure_table(after, folder), second)
     assert after.chain.count.layer_tokens == 0
+
+
+def test_a_deeper_model_measures_isolated_kl_on_fewer_sequences_beside_their_own_fisher_score(
+    bench_of: Callable[..., Workbench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated_kl, "LAYERS_TIMES_SEQUENCES", 3)
+    folder, bench = RunFolder(tmp_path), bench_of()
+    table = measure_table(bench, folder)
+    lines = list(folder.records(JOURNAL))
+    assert {record["batch"] for record in lines} == {0}
+    assert len(lines) == 3 * NUM_ISOLATED
+    first = next(record for record in folder.records(CANDIDATES) if record["batch"] == 0)
+    fisher = {Candidate(*place): errors["fisher"] for *place, errors in first["sums"]}
+    for record in lines:
+        candidate = Candidate(record["layer"], record["side"], record["bits"], record["transform"])
+        log_ratio = math.log(record["kl_sum"] / 24 / fisher[candidate])
+        moved = math.exp(math.copysign(max(0.0, abs(log_ratio) - 0.4), log_ratio))
+        scores = table.scores[candidate]
+        assert scores.kl == pytest.approx(scores.fisher * moved)
 
 
 @pytest.mark.parametrize("appends", [1, NUM_ISOLATED + 1, 3 * NUM_ISOLATED + 2])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.auto_settings.window_lengths import lengths_for
-from kvtuner.calibration.isolated_kl import MEASURED_TRANSFORMS
+from kvtuner.calibration.isolated_kl import MEASURED_TRANSFORMS, isolated_sequences
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
@@ -39,8 +39,8 @@ def forward_tokens_ahead(
     layers = shape.geometry.num_layers
     widths = quant.widths
     sides = shape.geometry.sides
-    narrowest = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in sides)
-    isolated = narrowest + len(sides) * (len(widths) - 2)  # of 8 bits none
+    isolated = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in sides)
+    sequences = isolated_sequences(layers, source.num_sequences[0])
     schemes = 2 * len(uniform_pairs(widths, shape.geometry)) + 2
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
@@ -50,7 +50,9 @@ def forward_tokens_ahead(
         **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
         "statistics": calibrate,
         "candidates": calibrate * (2 + 2 * measurement.fisher_draws),
-        "isolated KL": calibrate * (2 + isolated * (layers + 1)) // 2 if measurement.score == "kl" else 0,
+        "isolated KL": sequences * source.sequence_length * (2 + isolated * (layers + 1)) // 2
+        if measurement.score == "kl"
+        else 0,
     }
     if isinstance(options, SearchOptions):
         trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
