@@ -26,6 +26,8 @@ _LATENT: Final = "kv_lora_rank"
 """The channels of the latents of a model with multi-head latent attention (MLA), in its configuration."""
 _SINKS: Final = ("gpt_oss",)
 """No configuration says that its layers have sinks: the attention hook finds them in the weights."""
+_TWICE_IN_WINDOWS: Final = ("mimo_v2_flash",)
+"""The models whose layers with a window have twice the KV heads of full ones, which no field of theirs says."""
 _OWN_CACHE: Final = ("minimax",)
 """The models that transformers runs with a cache of their own class alone."""
 _WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -202,7 +204,11 @@ def _layer(text: Any, layer_id: int, kind: LayerKind) -> LayerGeometry:
         return LayerGeometry(kind)
     if kind.name == "latent":
         return LayerGeometry(kind, *read_latent(text))
-    return LayerGeometry(kind, *read_heads(text, layer_id, "swa_" if kind.name == "window" else ""))
+    if kind.name != "window":
+        return LayerGeometry(kind, *read_heads(text, layer_id))
+    num_heads, num_kv_heads, *channels = read_heads(text, layer_id, "swa_")
+    is_doubled = text.model_type in _TWICE_IN_WINDOWS and not hasattr(text, "swa_num_key_value_heads")
+    return LayerGeometry(kind, num_heads, 2 * num_kv_heads if is_doubled else num_kv_heads, *channels)
 
 
 def _refuse_no_full_layer(text: Any, name: str, types: list[str], longest: int | None) -> None:

@@ -1,13 +1,16 @@
-"""Models whose cache a profile cannot describe are refused by the name of what they have."""
+"""The cache that a configuration tells, and models refused by the name of what a profile cannot describe."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from tiny.layered_models import LAYERED, MULTIMODAL
 from transformers import (
     DeepseekV3Config,
+    DynamicCache,
     FalconH1Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -23,7 +26,10 @@ from transformers import (
 )
 
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.supported_models import read_served_geometry, refuse_other_caches
+from kvtuner.supported_models import read_cache_geometry, read_served_geometry, refuse_other_caches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:
@@ -96,3 +102,15 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window() -> None:
 def test_a_server_refuses_layers_with_other_caches(config: PreTrainedConfig, what: str) -> None:
     with pytest.raises(UnsupportedModelError, match=what):
         read_served_geometry(config)
+
+
+@pytest.mark.parametrize("name", [name for name in (*LAYERED, *MULTIMODAL) if name not in ("zamba2", "minimax")])
+def test_heads_and_channels_are_those_that_transformers_caches(name: str, make_model: Callable[..., Any]) -> None:
+    model = make_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.arange(2, 42).unsqueeze(0), past_key_values=cache)
+    for layer, own in zip(read_cache_geometry(model.config).layers, cache.layers, strict=False):
+        if layer.kind.owns_cache:
+            found = own.keys.shape[1], own.keys.shape[3], own.values.shape[3]
+            assert found == (layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
