@@ -1,13 +1,13 @@
-"""Everything that only a GPU shows, in one command: first that the kernels are right, then how fast they are.
+"""Everything that only a GPU shows, in one command: first that kernels and servers are right, then their speed.
 
     make gpu                                # or: python benchmarks/gpu.py
     python benchmarks/gpu.py --smoke        # on a processor, in Triton's interpreter: that the command itself works
     python benchmarks/gpu.py --sweep K4V4   # launch settings of a pair by time; the fastest go into launches.json
 
-Needs torch and triton, and nothing from a network. Results are written as JSON and Markdown to
-benchmarks/results/<gpu>/, after every section, so that a run that is cut off has lost nothing. Exits 1 where a kernel
-is wrong, and then no time means anything, and 3 where all that ran is right but something was left out, which the
-results name.
+Needs torch and triton, SGLang for servers and rivals, and nothing from a network. Results are written as JSON and
+Markdown to benchmarks/results/<gpu>/, after every section, so that a run that is cut off has lost nothing. Exits 1
+where a kernel or a server is wrong, and then no time means anything, and 3 where all that ran is right but something
+was left out, which the results name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-SECTIONS: Final = ("correct", "decode", "model", "prefill", "stores", "pages", "extends", "sweep")
+SECTIONS: Final = ("correct", "server", "decode", "model", "prefill", "stores", "pages", "extends", "sweep")
 LIMIT_S: Final = 520
 """The seconds after which no section begins."""
 LEFT_OUT: Final = 3
@@ -53,6 +53,7 @@ def main() -> int:
         parser.error("torch sees no GPU here; --smoke runs everything, tiny, on a processor")
     from gpu_parts import baselines, correct, measured_launches, model_step, pools, prefill, results_page, speed
     from gpu_parts.machine import Machine
+    from serving_parts import served_demo
 
     from kvtuner.precision import PrecisionPair
 
@@ -96,9 +97,14 @@ def main() -> int:
     def prefilling(shape: pools.HeadShape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
         return [functools.partial(prefill.run, machine, *place) for place in prefill.grid(machine, shape)]
 
+    def serving() -> Iterable[dict[str, Any]]:
+        machine.give_back()  # a server takes most of what is free
+        return served_demo.run(out / "servers", on_gpu=not machine.smoke)
+
     other_shapes = (pools.QWEN, pools.QWEN_OF_TWO, pools.LLAMA_OF_EIGHT)
     sections: list[tuple[str, list[Callable[[], Iterable[dict[str, Any]]]]]] = [
         ("correct", [lambda: correct.run(machine)]),
+        ("server", [serving]),
         ("decode", decoding(pools.LLAMA)),
         ("model", [lambda: model_step.run(machine)]),
         ("prefill", prefilling(pools.LLAMA)),
@@ -119,15 +125,18 @@ def main() -> int:
                 break
             record(name, part())
     print(f"{out / 'results.md'}")
-    if results["sweep"] and not any(row["passed"] is False for row in results["correct"]):
+    checked = [*results["correct"], *results["server"]]
+    is_wrong = any(row["passed"] is False for row in checked)
+    if results["sweep"] and not is_wrong:
         table_path = ROOT / "runtime_loader" / "kernels" / "launches.json"
         chosen, arch = measured_launches.winners(results["sweep"]), machine.facts().get("arch", "sm_90")
         table = measured_launches.with_winners(json.loads(table_path.read_text()), arch, chosen, machine.name)
         measured_launches.write_table(out / "launches.json" if args.smoke else table_path, table)
-    results["left_out"] += [row["case"] for row in results["correct"] if row["passed"] is None]
+    # What a smoke test skips is what a processor has not.
+    results["left_out"] += [row["case"] for row in checked if row["passed"] is None and not row.get("no_gpu")]
     save()
-    if any(row["passed"] is False for row in results["correct"]):
-        print("a kernel is wrong: no time means anything", file=sys.stderr)
+    if is_wrong:
+        print("a kernel or a server is wrong: no time means anything", file=sys.stderr)
         return 1
     if results["left_out"] or ("correct" in args.only and not results["correct"]):
         print(f"left out: {'; '.join(results['left_out'])}", file=sys.stderr)

@@ -52,8 +52,13 @@ class Machine:
         """The bytes that may still be allocated."""
         if self.smoke:
             return 1 << 20
-        torch.cuda.empty_cache()
+        self.give_back()
         return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def give_back(self) -> None:
+        """Give back to other processes what torch keeps for later."""
+        if not self.smoke:
+            torch.cuda.empty_cache()
 
     def facts(self) -> dict[str, Any]:
         """Versions and sizes, for the record."""

@@ -55,6 +55,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
         yield f"**Left out: {'; '.join(results['left_out'])}.**"
     yield ""
     yield from _correct(results["correct"])
+    yield from _server(results["server"])
     yield f"A large copy moves {copied / 1e12:.2f} TB/s, read and written."
     yield from _decode(results["decode"], copied)
     model, stores, pages = results["model"], results["stores"], results["pages"]
@@ -103,6 +104,19 @@ def _correct(rows: list[Row]) -> Iterator[str]:
         errors.setdefault(row["case"].split()[0], []).append(row["error"])
     for operation, listed in errors.items():
         yield f"- {operation}: {len(listed)} cases, largest error {max(listed):.3g}"
+    yield ""
+
+
+def _server(rows: list[Row]) -> Iterator[str]:
+    """A line for everything that was checked of servers."""
+    if not rows:
+        return
+    passed = sum(bool(row["passed"]) for row in rows)
+    yield f"## Servers beside transformers: {passed} of {len(rows)} checks\n"
+    for row in rows:
+        outcome = {True: "right", False: "**WRONG**", None: "not checked"}[row["passed"]]
+        kl = f", KL {row['error']:.2g}, limit {row['limit']:.2g}" if row["limit"] else ""
+        yield f"- {row['case']}: {outcome}{kl}{', ' + row['why'] if row.get('why') else ''}"
     yield ""
 
 
