@@ -85,6 +85,17 @@ def test_full_layers_are_packed_and_windows_are_read_by_sglangs_own_kernels(
         assert f"\n  {packed + 3 * of_window:,} bytes per token, {6 * of_window // 2:,} in bf16" in served.log
 
 
+@pytest.mark.full
+def test_ranks_share_the_heads_of_both_parts_and_their_sinks(
+    compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+) -> None:
+    folder = model_folder("gpt-oss", **LAYERS)
+    served = compare_served(folder, mixed_profile(folder, by_kinds=True), *FLAGS, "--tp-size", "2")
+    assert served.agreement.own > 1e-5
+    assert served.agreement.is_near, served.agreement
+    assert served.log.count("layers 0, 2, 4 have windows, in a part of their own") == 2
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 def test_16_bits_are_plain_transformers_with_windows(
     name: str, compare_served: CompareServed, model_folder: ModelFolder, profile_of: ProfileOf
