@@ -5,7 +5,9 @@
 No GPU is needed: candidates are compiled for sm_90 and their machine code counted (sass.py). They stand in the order of
 their instructions for an element. The first is taken whose loop spills nothing, that fits in the shared memory of the
 architecture and leaves room for four warps on a processor. Likewise for wide tiles: many queries of a KV head, or
-several of a request.
+several of a request. Programs of two KV heads, whose warps count twice, are taken where they take fewer instructions;
+not at 8 bits of both sides: there they save a tenth of the bytes from the last cache, so few of them fit a processor
+that the last leave it idle (.89 of a copy on an H200 for .94, predicted), and their loop spills on sm_120.
 The choice by time on a GPU may differ: `benchmarks/gpu.py --sweep` measures it.
 """
 
@@ -29,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import sass
 from gpu_parts.pools import LLAMA, HeadShape
-from gpu_parts.speed import CANDIDATES
+from gpu_parts.speed import CANDIDATES, JOINED_CANDIDATES
 
 from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, num_slots
-from kvtuner.runtime_loader.kernels.launch_settings import NARROW, WIDE, DecodeLaunch
+from kvtuner.runtime_loader.kernels.launch_settings import LAUNCH_KINDS, NARROW, WIDE, DecodeLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +44,10 @@ GROUPS: Final = (1, 2, 4)
 REGISTERS: Final = 16384
 """The registers of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
 LEAST_WARPS: Final = 4
+WIDE_BITS: Final = 8
+"""The bits of both sides at which two heads of a program save little."""
+MOST_RESIDENT: Final = 12
+"""The programs of a processor up to which a server keeps room for what they write (`DECODED_PARTS`)."""
 RESERVED_BYTES: Final = 1024
 """The bytes of shared memory that each program needs besides its own."""
 LIMITS: Final = {80: (164, 163, 64, 32), 89: (100, 99, 48, 24), 90: (228, 227, 64, 32), 100: (228, 227, 64, 32)}
@@ -73,9 +79,15 @@ class CompiledLaunch:
         of_processor, of_program, most_warps, most_programs = LIMITS[arch]
         warps = 4 * (REGISTERS // (-(-self.count["registers"] // 8) * 8 * 32))
         in_memory = (of_processor << 10) // (self.count["shared_bytes"] + RESERVED_BYTES)
-        resident = min(min(warps, most_warps) // self.launch.warps, in_memory, most_programs)
+        resident = min(min(warps, most_warps) // self.launch.warps, in_memory, most_programs, MOST_RESIDENT)
         fits = not self.count["loop_spills"] and self.count["shared_bytes"] <= of_program << 10
-        return resident if fits and resident * self.launch.warps >= LEAST_WARPS else 0
+        # A warp of two heads has twice the loads on their way.
+        return resident if fits and resident * self.launch.warps * self.launch.heads >= LEAST_WARPS else 0
+
+    @property
+    def instructions(self) -> float:
+        """The lane instructions of its loop for an element."""
+        return float(self.count["lane_instructions_per_element"])
 
     def row(self, arch: int) -> dict[str, Any]:
         """The settings as the table has them for an architecture."""
@@ -87,10 +99,12 @@ def settings_of(launch: DecodeLaunch) -> dict[str, Any]:
     return {name: value for name, value in asdict(launch).items() if name != "dependent"}
 
 
-def chosen(pair: PrecisionPair, shape: HeadShape, tile: int) -> dict[int, CompiledLaunch]:
+def chosen(
+    pair: PrecisionPair, shape: HeadShape, tile: int, candidates: tuple[DecodeLaunch, ...] = CANDIDATES
+) -> dict[int, CompiledLaunch]:
     """The first candidate for a tile that each architecture takes, by its compute capability."""
     found: dict[int, CompiledLaunch] = {}
-    for candidate in CANDIDATES:
+    for candidate in candidates:
         launch = replace(candidate, tile=tile)
         try:
             compiled = CompiledLaunch(launch, sass.measure(pair, shape, COMPILED, launch, EXTEND=tile == WIDE))
@@ -100,8 +114,16 @@ def chosen(pair: PrecisionPair, shape: HeadShape, tile: int) -> dict[int, Compil
             if arch not in found and compiled.resident(arch):
                 found[arch] = compiled
         if len(found) == len(LIMITS):
-            return found
-    raise SystemExit(f"no candidate fits {pair} of head_dim {shape.head_dim}")
+            break
+    return found
+
+
+def is_joined(pair: PrecisionPair, two_heads: CompiledLaunch | None, one_head: CompiledLaunch) -> bool:
+    """Whether programs have two heads where they can."""
+    if two_heads is None or NATIVE_BITS in (pair.k_bits, pair.v_bits):
+        return False
+    saves_little = pair.k_bits == pair.v_bits == WIDE_BITS
+    return not saves_little and two_heads.instructions < one_head.instructions
 
 
 def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
@@ -109,11 +131,17 @@ def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
     groups = shape.head_dim // (shape.group_size or shape.head_dim)
     key = {"k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": shape.head_dim, "groups": groups, "gqa": 1}
     narrow, wide = chosen(pair, shape, NARROW), chosen(pair, shape, WIDE)
+    if len(narrow) < len(LIMITS) or len(wide) < len(LIMITS):
+        raise SystemExit(f"no candidate fits {pair} of head_dim {shape.head_dim}")
+    joined = chosen(pair, shape, NARROW, JOINED_CANDIDATES)
     rows: list[dict[str, Any]] = []
     for arch, names in ALIKE.items():
         counts = {name: narrow[arch].count[name] for name in COUNTS}
         launches = {"launch": narrow[arch].row(arch), "wide": wide[arch].row(arch)}
-        alike = next((row for row in rows if launches.items() <= row.items()), None)
+        if is_joined(pair, joined.get(arch), narrow[arch]):
+            launches["joined"] = joined[arch].row(arch)
+            counts["joined_counts"] = {name: joined[arch].count[name] for name in COUNTS}
+        alike = next((row for row in rows if all(row.get(kind) == launches.get(kind) for kind in LAUNCH_KINDS)), None)
         if alike is not None:
             alike["archs"] += names
         else:

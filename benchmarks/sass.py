@@ -73,6 +73,7 @@ DECODE_COLUMNS: Final = {
     "arch": "{arch}", "pair": "K{k_bits}V{v_bits}", "heads": "{num_kv_heads}", "group": "{group_size}",
     "words": "{word_bits}", "kernel": "{whose}",
     "tokens/warps/stages": "{launch_row[tokens]}/{launch_row[warps]}/{launch_row[stages]}",
+    "a program's": "{launch_row[heads]}",
     "per element": "{lane_instructions_per_element:.2f}", "H200 limit": "{limit:.2f}", "registers": "{registers}",
     "buffers": "{buffers}", "spills": "{loop_spills}", "converted": "{int_to_float}",
 }  # fmt: skip
@@ -186,7 +187,7 @@ def measure(
         "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa,
         "launch_row": asdict(settings), "baseline": baseline,
         "lane_instructions_per_element": lanes_per_element(
-            len(names), settings.warps, 2 * settings.tokens * shape.head_dim, 3
+            len(names), settings.warps, 2 * settings.heads * settings.tokens * shape.head_dim, 3
         ),
         "int_to_float": opcodes["I2F"] + opcodes["I2FP"], "shared_stores": opcodes["STS"],
         "waiting_loads": opcodes["LDG"],
@@ -218,9 +219,10 @@ def rows_kernels(arch: int, heads: HeadShape) -> list[Count]:
         row_bytes = row_format(heads, bits, kind).row_bytes(torch.bfloat16)
         limit = H200_LANES_PER_S * (row_bytes / (heads.num_kv_heads * heads.head_dim) + 2) / H200_BYTES_PER_S
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
-        other = code_of(row_kernels.store_rows, launch.store_facts(native, native))
+        stored = launch.store_facts(side, native)
+        other = code_of(row_kernels.store_rows, {**launch.store_facts(native, native), "TOKENS": stored["TOKENS"]})
         for function, facts, subtracted, tokens in (
-            (row_kernels.store_rows, launch.store_facts(side, native), other, launch.STORED_TOKENS),
+            (row_kernels.store_rows, stored, other, stored["TOKENS"]),
             (row_kernels.read_side, launch.read_facts(side), "", launch.READ_TOKENS),
         ):
             if fit != "minmax" and (function is row_kernels.read_side or bits == 8):
@@ -245,7 +247,7 @@ def decode_kernels(args: argparse.Namespace) -> list[Count]:
         kernels = [(committed, False)]
         # The baseline has no codes of 3 bits and no short words.
         if not args.without_baseline and THREE_BITS not in (pair.k_bits, pair.v_bits) and words == WIDE_WORD_BITS:
-            kernels += [(SGLANG_LAUNCH, True), (replace(committed, tile=WIDE), True)]
+            kernels += [(SGLANG_LAUNCH, True), (replace(committed, tile=WIDE, heads=1), True)]
         rows += [measure(pair, shape, arch, settings, baseline=baseline) for settings, baseline in kernels]
     return rows
 
@@ -273,7 +275,10 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
     if args.rows:
-        shapes = [replace(LLAMA, group_size=args.group_size, word_bits=words) for words in args.word_bits]
+        shapes = [
+            replace(LLAMA, head_dim=args.head_dim, group_size=args.group_size, word_bits=words)
+            for words in args.word_bits
+        ]
         rows = [row for arch, heads in itertools.product(args.arch, shapes) for row in rows_kernels(arch, heads)]
         table = table_of(rows, ROWS_COLUMNS, left=(0, 1, 2, 3, 4))
     else:

@@ -81,8 +81,8 @@ class DecodeGrid:
     def of(cls, keys: KernelSide, values: KernelSide, gqa: int, gpu: SimulatedGpu, load: DecodeLoad) -> DecodeGrid:
         """The grid as a server launches it."""
         device = Device(f"sm_{gpu.arch}", gpu.processors)
-        settings = device.launch(keys, values, gqa)
-        tiles = keys.num_heads * math.ceil(gqa / settings.tile)
+        settings = device.launch(keys, values, gqa, num_requests=load.num_requests)
+        tiles = settings.programs(keys.num_heads, gqa)
         splits = device.splits(settings, load.num_requests, tiles)
         settings = device.for_batch(settings, load.num_requests, tiles)
         per_split = max(load.length, settings.min_split * splits) / splits
@@ -132,7 +132,7 @@ def decode_work(
     facts = {**launch.decode_facts(keys, values, shape.gqa, grid.settings), **sass.PLAIN}
     program = program_of(decode.decode_split, tuple(facts.items()), gpu.arch, **grid.settings.options)
     tokens = grid.blocks * grid.settings.tokens
-    copied = tokens * shape.head_dim * (pair.k_bits + pair.v_bits) / 8 / grid.settings.warps
+    copied = tokens * grid.settings.heads * shape.head_dim * (pair.k_bits + pair.v_bits) / 8 / grid.settings.warps
     return WarpWork(path_of(program, grid.blocks), copied), grid
 
 

@@ -51,15 +51,24 @@ def with_winners(table: dict[str, Any], arch: str, chosen: dict[str, Row], devic
     for row in table["rows"]:
         pair = str(PrecisionPair(row["k_bits"], row["v_bits"]))
         applies = arch in row["archs"] and row["head_dim"] == HEAD_DIM and row["groups"] == 1 and pair in chosen
-        if not applies or all(row["launch"][name] == chosen[pair][name] for name in SETTINGS):
+        kind = "joined" if applies and chosen[pair].get("heads", 1) > 1 else "launch"
+        before = row.get(kind, row["launch"])
+        if not applies or (_kind_of(row) == kind and all(before[name] == chosen[pair][name] for name in SETTINGS)):
             rows.append(row)
             continue
         others = [name for name in row["archs"] if name != arch]
         rows += [{**row, "archs": others}] if others else []
-        launch = {**row["launch"], **{name: chosen[pair][name] for name in SETTINGS}}
-        launch["resident"] = max(1, row["launch"]["resident"] * row["launch"]["warps"] // launch["warps"])
-        rows.append({**row, "archs": [arch], "launch": launch, "timed_on": device})
+        launch = {**before, **{name: chosen[pair][name] for name in (*SETTINGS, "heads") if name in chosen[pair]}}
+        launch["resident"] = max(1, before["resident"] * before["warps"] // launch["warps"])
+        # Where one head of a program was faster than two, no program has two.
+        kept = {name: value for name, value in row.items() if kind == "joined" or not name.startswith("joined")}
+        rows.append({**kept, "archs": [arch], kind: launch, "timed_on": device})
     return {**table, "rows": rows, "measured": f"machine code; time on {device} where a row says so"}
+
+
+def _kind_of(row: Row) -> str:
+    """The settings that a row has for the heads that a sweep times."""
+    return "joined" if "joined" in row else "launch"
 
 
 def write_table(path: Path, table: dict[str, Any]) -> None:

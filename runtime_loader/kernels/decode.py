@@ -27,18 +27,20 @@ from kvtuner.runtime_loader.kernels.queries import (
     is_in_window,
     positions_of_queries,
     queries_of,
+    query_sum,
+    sliced_query,
     softcap,
-    tokens_of_split,
+    split_of,
     wait_for_kernel_before,
 )
-from kvtuner.runtime_loader.kernels.stored_grids import stored_grids, value_grids
+from kvtuner.runtime_loader.kernels.stored_grids import stored_grids, to_columns, value_grids
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     codes_of,
     factor_of,
     for_each,
-    fp16_saturated,
     load_thirds,
+    masked_halves,
     offset_step,
     slots_of,
 )
@@ -47,39 +49,6 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
 @triton.jit
 def _zeros(_, SHAPE: tl.constexpr):
     return tl.zeros(SHAPE, tl.float32)
-
-
-@triton.jit
-def _split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the start of a request's slots, and the first and last of its tokens that a split reads."""
-    begin = tl.load(indptr_ptr + request).to(tl.int64)
-    length = (tl.load(indptr_ptr + request + 1) - begin).to(tl.int32)
-    per_split = tokens_of_split(length, num_splits, MIN_SPLIT, TOKENS)
-    first = split * per_split
-    return begin, first, tl.minimum(first + per_split, length)
-
-
-@triton.jit
-def _sliced_query(slot, q_base, mask, BITS: tl.constexpr, WIDE: tl.constexpr):
-    """Queries [K_UNITS, TILE] at the channels of a slot, divided by the factor of its codes."""
-    q = tl.load(q_base + slot * WIDE, mask=mask, other=0.0)  # [K_UNITS, TILE]
-    if BITS != 16:
-        # Here, once, where it costs nothing in the loop.
-        q = fp16_saturated(q.to(tl.float32) * (1 / factor_of(slot, BITS)))
-    return q
-
-
-@triton.jit
-def _query_sum(group, q, scale, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP: tl.constexpr, WORD: tl.constexpr):
-    """The sum of queries over the channels of a group, times what multiplies every offset, [TILE]."""
-    q_sum = tl.zeros([TILE], tl.float32)  # [TILE]
-    if BITS != 16:
-        for slot in tl.static_range(IN_GROUP):
-            # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
-            part = q[group * IN_GROUP + slot].to(tl.float32)  # [K_UNITS, TILE]
-            q_sum += tl.sum(part, 0) * factor_of(group * IN_GROUP + slot, BITS)
-    # Products with zero points are multiplied by the score's scale later on, together with those of codes.
-    return q_sum * (offset_step(BITS, WORD) if WORD == 16 else scale)
 
 
 @triton.jit
@@ -105,8 +74,9 @@ def _row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def _scores_of(
     q, q_sums, rows_ptr, words_ptr, slots, mask_tokens, log2_v_scale, kv_head, unit, mask_units, scale,
-    TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr,
+    WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, CAPPED: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores [TOKENS, TILE] of a block of keys; of codes, and without a cap, `log2_v_scale` is in them already."""
     IN_GROUP: tl.constexpr = slots_of(BITS) // GROUPS
@@ -120,7 +90,7 @@ def _scores_of(
         thirds = ()
         if BITS == 3:
             thirds = load_thirds(rows_ptr, rows, kv_head, unit[None, :], mask_units[None, :], HEADS, WIDE)
-        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, WIDE, ROW, BITS, GROUPS, WORD, ASM)
+        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
         scores = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
         for group in tl.static_range(GROUPS):
             # Slots of a group share a scale, so that their codes add up before it is applied.
@@ -128,19 +98,19 @@ def _scores_of(
             for slot in tl.static_range(IN_GROUP):
                 codes = codes_of(group * IN_GROUP + slot, units, thirds, BITS, ASM)  # [TOKENS, K_UNITS]
                 products = tl.dot(codes, q[group * IN_GROUP + slot], products)
-            k_scale, offset = grids[group]  # [TOKENS] each
-            k_scale *= scale / ONE
+            k_scale = to_columns(grids[group][0] * (scale / ONE), TILE)  # [TOKENS, 1 or TILE], as the offset
+            offset = to_columns(grids[group][1], TILE)
             # A tensor core's products come first in every sum: of others Triton 3.8 makes a tile in another layout.
             if WORD == 16:
-                products += q_sums[group][None, :] * offset[:, None]
+                products += q_sums[group][None, :] * offset
             if group > 0:
-                scores += products * k_scale[:, None]
+                scores += products * k_scale
             elif CAPPED:
-                scores = products * k_scale[:, None]
+                scores = products * k_scale
             else:
-                scores = products * k_scale[:, None] + log2_v_scale[:, None]  # in a sum that is made anyway
+                scores = products * k_scale + to_columns(log2_v_scale, TILE)  # in a sum that is made anyway
             if WORD == 32:
-                scores += q_sums[group][None, :] * offset[:, None]
+                scores += q_sums[group][None, :] * offset
     return scores
 
 
@@ -148,7 +118,7 @@ def _scores_of(
 def _group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
     """The weights of a group's codes, [TOKENS, TILE]."""
     if GROUPS > 1:  # in them is the largest scale of the groups; this group's is at most that
-        scaled_weights = scaled_weights * (grids[group][0] * inverse)[:, None]  # [TOKENS, TILE]
+        scaled_weights *= to_columns(grids[group][0] * inverse, scaled_weights.shape[1])  # [TOKENS, TILE]
     return scaled_weights
 
 
@@ -159,32 +129,50 @@ def _rounded(group, weights):
 
 
 @triton.jit
+def _weights_of_head(group, weights, head, JOINED: tl.constexpr, ASM: tl.constexpr):
+    """The weights of a group [TOKENS, TILE] in the columns of one of JOINED heads, and zeros in the others."""
+    of_head = weights[group]  # [TOKENS, TILE]
+    if JOINED > 1:
+        columns = tl.arange(0, of_head.shape[1])[None, :] // (of_head.shape[1] // JOINED)  # [1, TILE]
+        if ASM and of_head.dtype == tl.float16:  # two at once, where a choice would take them apart
+            mask = tl.broadcast_to(tl.where(columns == head, -1, 0).to(tl.int16), of_head.shape)  # [TOKENS, TILE]
+            of_head = masked_halves(of_head, mask)
+        else:
+            of_head = tl.where(columns == head, of_head, 0.0)
+    return of_head
+
+
+@triton.jit
 def _shrunk_offset_sum(group, scaled_weights, weights, grids, inverse, offset_sums, shrink, WORD: tl.constexpr):
     """The sums of weights times offsets of a group, [LANES, TILE], with those of a block."""
     if WORD == 16:  # zero points are counted in steps, as codes are
-        products = weights[group] * grids[group][1][:, None]
+        products = weights[group] * to_columns(grids[group][1], scaled_weights.shape[1])
     else:
-        products = scaled_weights * (inverse * grids[group][1])[:, None]
+        products = scaled_weights * to_columns(inverse * grids[group][1], scaled_weights.shape[1])
     return offset_sums[group] * shrink[None, :] + _sum_in_lanes(products, offset_sums[group].shape[0])
 
 
 @triton.jit
 def _shrunk_code_sum(
-    slot, weights, units, thirds, acc, shrink, BITS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr
-):
+    slot, weights, units, thirds, acc, shrink, JOINED: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """The sum of weights times codes of a slot, [V_UNITS, TILE], with those of a block."""
     # A tensor core drops low bits of what it adds to, always towards zero. A block's sum therefore starts at zero, and
     # is added by an instruction that rounds, the one that shrinks what was summed; Triton leaves this one as it is.
     shrink = tl.broadcast_to(shrink[None, :], acc[slot].shape)  # [V_UNITS, TILE]
-    codes = codes_of(slot, units, thirds, BITS, ASM)  # [V_UNITS, TOKENS]
-    return tl.fma(acc[slot], shrink, tl.dot(codes, weights[slot // (slots_of(BITS) // GROUPS)]))
+    added = tl.zeros(shrink.shape, tl.float32)  # [V_UNITS, TILE]
+    for head in tl.static_range(JOINED):
+        codes = codes_of(slot, units[head], thirds[head], BITS, ASM)  # [V_UNITS, TOKENS]
+        added = tl.dot(codes, weights[head][slot // (slots_of(BITS) // GROUPS)], added)
+    return tl.fma(acc[slot], shrink, added)
 
 
 @triton.jit
 def _add_values(
     scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, mask_tokens, kv_head, unit, mask_units,
-    HEADS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    WORD: tl.constexpr, ASM: tl.constexpr,
+    HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sums over tokens, shrunk to the new maximum, with a block of values by its weights [TOKENS, TILE].
 
@@ -193,20 +181,32 @@ def _add_values(
     rows = _row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]])  # [V_UNITS, TOKENS]
     value_ptrs = (rows_ptr + (kv_head * WIDE + unit))[:, None] + rows  # [V_UNITS, TOKENS]
     if BITS == 16:
-        values = tl.load(value_ptrs, mask=mask_tokens[None, :] & mask_units[:, None], other=0.0)  # [V_UNITS, TOKENS]
-        added = tl.dot(values, scaled_weights.to(values.dtype), input_precision="ieee")  # [V_UNITS, TILE]
+        added = tl.zeros(acc[0].shape, tl.float32)  # [V_UNITS, TILE]
+        for head in tl.static_range(JOINED):
+            mask = mask_tokens[None, :] & mask_units[:, None]  # [V_UNITS, TOKENS]
+            values = tl.load(value_ptrs + head * WIDE, mask=mask, other=0.0)  # [V_UNITS, TOKENS]
+            weights = _weights_of_head(0, (scaled_weights.to(values.dtype),), head, JOINED, ASM)  # [TOKENS, TILE]
+            added = tl.dot(values, weights, added, input_precision="ieee")
         acc = (tl.fma(acc[0], tl.broadcast_to(shrink[None, :], added.shape), added),)
     else:
-        units = tl.load(value_ptrs, mask=mask_units[:, None], other=0)  # [V_UNITS, TOKENS]
+        units = ()
         thirds = ()
-        if BITS == 3:
-            thirds = load_thirds(rows_ptr, rows, kv_head, unit[:, None], mask_units[:, None], HEADS, WIDE)
+        rounded = ()
         weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TOKENS, TILE]
         min_sums = for_each(
             _shrunk_offset_sum, GROUPS, (scaled_weights, weights, grids, inverse, min_sums, shrink, WORD)
         )
         weights = for_each(_rounded, GROUPS, (weights,))
-        acc = for_each(_shrunk_code_sum, slots_of(BITS), (weights, units, thirds, acc, shrink, BITS, GROUPS, ASM))
+        for head in tl.static_range(JOINED):
+            units = units + (tl.load(value_ptrs + head * WIDE, mask=mask_units[:, None], other=0),)
+            of_head = ()
+            if BITS == 3:
+                of_head = load_thirds(rows_ptr, rows, kv_head + head, unit[:, None], mask_units[:, None], HEADS, WIDE)
+            thirds = thirds + (of_head,)
+            rounded = rounded + (for_each(_weights_of_head, GROUPS, (weights, head, JOINED, ASM)),)
+        acc = for_each(
+            _shrunk_code_sum, slots_of(BITS), (rounded, units, thirds, acc, shrink, JOINED, BITS, GROUPS, ASM)
+        )
     return acc, min_sums
 
 
@@ -233,7 +233,8 @@ def decode_split(
     q_ptr, q_stride_t, q_stride_h, q_indptr_ptr, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr,
     indptr_ptr, slots_ptr, request_slots_ptr, positions_ptr, partial_ptr, lse_ptr, scale, cap, num_splits,
     num_requests,
-    HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, JOINED: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
     K_WORD: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
@@ -260,11 +261,11 @@ def decode_split(
     split = tl.program_id(1)
     # Queries, heads and their mask are [TILE].
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
-        q_indptr_ptr, num_requests, HEADS, GQA, TILE, EXTEND
+        q_indptr_ptr, num_requests, HEADS, JOINED, GQA, TILE, EXTEND
     )
     if not any_pair:
         return
-    begin, first, last = _split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT, TOKENS)
+    begin, first, last = split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT, TOKENS)
     pairs = queries * (HEADS * GQA) + heads  # [TILE]
     place = pairs * (num_splits + EXACT_PARTS) + split  # [TILE]
     if last <= first:
@@ -272,13 +273,16 @@ def decode_split(
         return
     k_unit = tl.arange(0, K_UNITS)  # [K_UNITS]
     v_unit = tl.arange(0, V_UNITS)  # [V_UNITS]
-    mask_k = k_unit < K_WIDE  # [K_UNITS]
+    mask_k = k_unit < JOINED * K_WIDE  # [K_UNITS]
     mask_v = v_unit < V_WIDE  # [V_UNITS]
-    q_base = q_ptr + queries[None, :] * q_stride_t + heads[None, :] * q_stride_h + k_unit[:, None]  # [K_UNITS, TILE]
-    mask_q = mask_pairs[None, :] & mask_k[:, None]  # [K_UNITS, TILE]
-    q = for_each(_sliced_query, K_SLOTS, (q_base, mask_q, K_BITS, K_WIDE))  # [K_UNITS, TILE] for each slot
+    q_base = q_ptr + queries[None, :] * q_stride_t + heads[None, :] * q_stride_h  # [1, TILE]
+    q_base += (k_unit % K_WIDE)[:, None]  # [K_UNITS, TILE]
+    # Keys of a program's heads lie side by side; a query meets zeros in the place of another head's.
+    own_keys = (kv_head + k_unit // K_WIDE)[:, None] == (heads // GQA)[None, :]  # [K_UNITS, TILE]
+    mask_q = mask_pairs[None, :] & mask_k[:, None] & own_keys  # [K_UNITS, TILE]
+    q = for_each(sliced_query, K_SLOTS, (q_base, mask_q, K_BITS, K_WIDE))  # [K_UNITS, TILE] for each slot
     q_sums = for_each(
-        _query_sum, K_GROUPS, (q, scale, TILE, K_BITS, K_SLOTS // K_GROUPS, K_WORD)
+        query_sum, K_GROUPS, (q, scale, TILE, K_BITS, K_SLOTS // K_GROUPS, K_WORD)
     )  # [TILE] for each group
     bias = tl.zeros([TILE], tl.float32)  # [TILE]
     if BIASED:
@@ -300,16 +304,16 @@ def decode_split(
         slots = next_slots
         v_grids, log2_v_scale, inverse = value_grids(
             v_words_ptr, slots, mask_tokens, kv_head,
-            TOKENS, HEADS, V_WIDE, V_ROW, V_BITS, V_GROUPS, V_WORD, ASM,
-        )  # fmt: skip  # [TOKENS] each
+            TOKENS, HEADS, JOINED, V_WIDE, V_ROW, V_BITS, V_GROUPS, V_WORD, ASM,
+        )  # fmt: skip  # [TOKENS, JOINED] each
         scores = _scores_of(
             q, q_sums, k_rows_ptr, k_words_ptr, slots, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k, scale,
-            TILE, TOKENS, HEADS, K_ROW, K_WIDE, K_BITS, K_GROUPS, K_WORD, CAPPED, ASM,
+            TILE, TOKENS, HEADS, JOINED, K_ROW, K_WIDE, K_BITS, K_GROUPS, K_WORD, CAPPED, ASM,
         )  # fmt: skip  # [TOKENS, TILE]
         if CAPPED:
             scores = softcap(scores + bias[None, :], cap)
         if CAPPED or K_BITS == 16:
-            scores += log2_v_scale[:, None]
+            scores += to_columns(log2_v_scale, TILE)
         if WINDOWED:  # a constant, apart from what is known on the device alone
             if (start + TOKENS > first_query - RESIDUAL) | (start < SINKS):  # few blocks: all others skip this
                 copied = have_copies(tokens, mask_tokens, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
@@ -321,10 +325,10 @@ def decode_split(
         shrink = tl.exp2(top - new_top)  # [TILE]
         top = new_top
         scaled_weights = tl.exp2(scores - top[None, :])  # [TOKENS, TILE]: weights times the value's scale, at most 1
-        total = total * shrink[None, :] + _sum_in_lanes(scaled_weights * inverse[:, None], LANES)
+        total = total * shrink[None, :] + _sum_in_lanes(scaled_weights * to_columns(inverse, TILE), LANES)
         acc, min_sums = _add_values(
             scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, mask_tokens, kv_head, v_unit,
-            mask_v, HEADS, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, ASM,
+            mask_v, HEADS, JOINED, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, ASM,
         )  # fmt: skip
         # The next block's, carried over in registers: loaded by the block that needs them, they would take up one of
         # the pipeline's stages, and rows would have one buffer where they have two.

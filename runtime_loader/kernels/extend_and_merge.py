@@ -72,7 +72,7 @@ def attend_fresh(
     """
     # Queries, heads and their mask are [TILE].
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
-        q_indptr_ptr, num_requests, HEADS, GQA, TILE, True
+        q_indptr_ptr, num_requests, HEADS, 1, GQA, TILE, True
     )
     if not any_pair:
         return

@@ -9,9 +9,9 @@ import torch
 import triton
 
 from kvtuner.errors import PrecisionError
-from kvtuner.precision import FITTED_BITS, WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
+from kvtuner.precision import FITTED_BITS, NATIVE_BITS, WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
 from kvtuner.quant import IDENTITY
-from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
+from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS, LANES, spread_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,9 +94,15 @@ class KernelSide:
         return int(triton.next_power_of_2(self.head_dim))
 
     @property
-    def units(self) -> int:
-        """Units of a head (or native channels), as a power of two that a tensor core takes."""
-        return max(16, int(triton.next_power_of_2(self.head_dim // num_slots(self.bits))))
+    def stored_lanes(self) -> int:
+        """The lanes that share a token where it is stored."""
+        if self.head_dim == self.padded or self.bits == NATIVE_BITS:
+            return int(LANES.value)
+        return int(spread_of(self.head_dim // num_slots(self.bits)))
+
+    def units(self, heads: int) -> int:
+        """Units of so many heads (or native channels), as a power of two that a tensor core takes."""
+        return max(16, int(triton.next_power_of_2(heads * self.head_dim // num_slots(self.bits))))
 
 
 def _constant(values: Tensor, rows: Tensor) -> Tensor:

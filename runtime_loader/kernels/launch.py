@@ -14,7 +14,7 @@ from kvtuner.runtime_loader.kernels.launch_settings import MOST_SPLITS, WIDE
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
-from kvtuner.runtime_loader.kernels.transform_steps import changes_queries
+from kvtuner.runtime_loader.kernels.transform_steps import LANES, changes_queries
 from kvtuner.runtime_loader.kernels.window import attend_copies, store_copies
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 
 STORED_TOKENS: Final = 8
+"""The tokens that a program stores, at the least."""
 READ_TOKENS: Final = 16
 MERGED_SPLITS: Final = 16
 FRESH: Final = {"TILE": 64, "TOKENS": 32}
@@ -83,16 +84,17 @@ def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Ten
     """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
     if not len(k):
         return
-    store_rows[(triton.cdiv(len(k), STORED_TOKENS), keys.num_heads, 2)](
+    facts = store_facts(keys, values)
+    store_rows[(triton.cdiv(len(k), facts["TOKENS"]), keys.num_heads, 2)](
         k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
-        v, v.stride(0), v.stride(1), values.rows, slots, len(k),
-        **store_facts(keys, values), **EXACT,
+        v, v.stride(0), v.stride(1), values.rows, slots, len(k), **facts, **EXACT,
     )  # fmt: skip
 
 
 def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
-    """The kernel's constants."""
-    facts: Facts = {"HEADS": keys.num_heads, "TOKENS": STORED_TOKENS}
+    """The kernel's constants; a warp has more tokens where fewer lanes share one."""
+    lanes = min(keys.stored_lanes, values.stored_lanes)
+    facts: Facts = {"HEADS": keys.num_heads, "TOKENS": STORED_TOKENS * LANES.value // lanes}
     for name, side in (("K", keys), ("V", values)):
         own = {
             "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STEPS": side.steps,
@@ -106,13 +108,13 @@ def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
 def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeLaunch) -> Facts:
     """The decode kernel's constants, but for what a call changes: EXTEND, CAPPED, BIASED and a window's."""
     facts: Facts = {
-        "HEADS": keys.num_heads, "GQA": gqa, "TILE": launch.tile, "TOKENS": launch.tokens,
+        "HEADS": keys.num_heads, "JOINED": launch.heads, "GQA": gqa, "TILE": launch.tile, "TOKENS": launch.tokens,
         "MIN_SPLIT": launch.min_split, "ASM": launch.asm, "DEPENDENT": launch.dependent,
     }  # fmt: skip
     for name, side in (("K", keys), ("V", values)):
         own = {
-            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "UNITS": side.units,
-            "WORD": side.word_bits,
+            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups,
+            "UNITS": side.units(launch.heads if name == "K" else 1), "WORD": side.word_bits,
         }  # fmt: skip
         facts |= {f"{name}_{key}": value for key, value in own.items()}
     return facts
@@ -306,7 +308,7 @@ def _attend_rows(
     partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
     lse = scratch.take((num_queries, num_heads, parts), torch.float32)
     if bounds is None:
-        grid = (keys.num_heads * triton.cdiv(gqa, launch.tile), num_splits, num_requests)
+        grid = (launch.programs(keys.num_heads, gqa), num_splits, num_requests)
     else:
         grid = (keys.num_heads * tiles_of(num_queries, num_requests, gqa, launch.tile), num_splits, 1)
     decode_split[grid](

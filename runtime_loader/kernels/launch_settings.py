@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.precision import NATIVE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,8 @@ NARROW, WIDE = 8, 16
 """The pairs of query and head of a program: few where a request has one query and a KV head no more, or many."""
 FIRST_DEPENDENT: Final = 90
 """The compute capability from which programmatic dependent launch is there."""
+LAUNCH_KINDS: Final = ("launch", "joined", "wide")
+"""The settings of a row: of one KV head with few queries, of `JOINED` with half of these, and of many queries."""
 ROUNDS: Final = 2
 """The number of times that a device full of programs is filled again."""
 
@@ -43,6 +46,7 @@ class DecodeLaunch:
         resident: The programs that a multiprocessor holds at once.
         registers: The most registers of a thread; the compiler's choice by default.
         tile: The pairs of query and head of a program.
+        heads: The KV heads of a program, side by side in a row.
         dependent: Whether decode's launches begin while the kernel in front of them ends, which they wait for.
     """
 
@@ -54,7 +58,12 @@ class DecodeLaunch:
     resident: int = 4
     registers: int | None = None
     tile: int = NARROW
+    heads: int = 1
     dependent: bool = False
+
+    def programs(self, num_kv_heads: int, gqa: int) -> int:
+        """The programs of a part of one query."""
+        return num_kv_heads // self.heads * -(-gqa * self.heads // self.tile)
 
     @property
     def options(self) -> dict[str, int]:
@@ -70,6 +79,8 @@ class DecodeLaunch:
 
 INTERPRETED: Final = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16, resident=1)
 """The settings in Triton's interpreter: small blocks, so that short requests have several."""
+JOINED: Final = 2
+"""The KV heads of a program that has room for several."""
 INTERPRETED_SPLITS: Final = 3
 
 
@@ -95,14 +106,24 @@ class Device:
             " Triton's interpreter, which is slow"
         )
 
-    def launch(self, keys: KernelSide, values: KernelSide, gqa: int, *, extend: bool = False) -> DecodeLaunch:
+    def launch(
+        self, keys: KernelSide, values: KernelSide, gqa: int, *, extend: bool = False, num_requests: int | None = None
+    ) -> DecodeLaunch:
         """Return the table's settings for a layer, for one query of a request or, to extend, for several.
+
+        Few requests have one KV head in a program, since half as many programs would leave the device idle; by default
+        there are many.
 
         Raises:
             ServingError: The table has no row for this pair of widths on this device.
         """
+        # Heads of a program share the columns of its products, in equal powers of two. A query's zeros hide another
+        # head's codes, but not a NaN that native rows may hold.
+        native = NATIVE_BITS in (keys.bits, values.bits)
+        joins = not (extend or native) and gqa * JOINED <= NARROW and keys.num_heads % JOINED == 0
+        joins &= num_requests is None or num_requests * keys.num_heads >= self.processors
         if self.arch == "interpreter":
-            return replace(INTERPRETED, tile=WIDE) if extend or gqa > NARROW else INTERPRETED
+            return replace(INTERPRETED, tile=WIDE if extend or gqa > NARROW else NARROW, heads=JOINED if joins else 1)
         groups = max(keys.groups, values.groups)
         rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim, groups), {})
         fitting = [least_gqa for least_gqa in rows if least_gqa <= gqa]
@@ -112,7 +133,9 @@ class Device:
                 f" {values.head_dim}, {groups} scales for a head, on {self.arch}; serve without a profile, or in a"
                 f" checkout make the table of runtime_loader/kernels/{TABLE} anew: python benchmarks/launch_table.py"
             )
-        return replace(rows[max(fitting)][extend or gqa > NARROW], dependent=self._launches_dependents)
+        launches = rows[max(fitting)]
+        kind = "wide" if extend or gqa > NARROW else "joined" if joins and "joined" in launches else "launch"
+        return replace(launches[kind], dependent=self._launches_dependents)
 
     @property
     def _launches_dependents(self) -> bool:
@@ -138,13 +161,13 @@ class Device:
 
 
 @cache
-def _table() -> Mapping[tuple[str, int, int, int, int], dict[int, tuple[DecodeLaunch, DecodeLaunch]]]:
-    """Settings by architecture, bits, head_dim and groups, then by the least GQA that they are for."""
+def _table() -> Mapping[tuple[str, int, int, int, int], dict[int, dict[str, DecodeLaunch]]]:
+    """Settings by architecture, bits, head_dim and groups, then by the least GQA that they are for, and their kind."""
     text = resources.files("kvtuner.runtime_loader.kernels").joinpath(TABLE).read_text()
     content: dict[str, Any] = json.loads(text)
-    table: dict[tuple[str, int, int, int, int], dict[int, tuple[DecodeLaunch, DecodeLaunch]]] = {}
+    table: dict[tuple[str, int, int, int, int], dict[int, dict[str, DecodeLaunch]]] = {}
     for row in content["rows"]:
-        launches = DecodeLaunch(**row["launch"]), DecodeLaunch(**row["wide"])
+        launches = {kind: DecodeLaunch(**row[kind]) for kind in LAUNCH_KINDS if kind in row}
         for arch in row["archs"]:
             key = (arch, row["k_bits"], row["v_bits"], row["head_dim"], row["groups"])
             table.setdefault(key, {})[row["gqa"]] = launches

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps_to_queries
-from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated
+from kvtuner.runtime_loader.kernels.unpack_codes import factor_of, fp16_saturated, offset_step
 
 
 @triton.jit
@@ -27,13 +27,17 @@ def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def queries_of(
-    q_indptr_ptr, num_requests, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr
-):
-    """Return a program's request, KV head, queries and heads [TILE], the mask of these, and whether any is real."""
+    q_indptr_ptr, num_requests, HEADS: tl.constexpr, JOINED: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr,
+    EXTEND: tl.constexpr,
+):  # fmt: skip
+    """Return a program's request, KV head, queries and heads [TILE], the mask of these, and whether any is real.
+
+    Of JOINED KV heads the first is returned; each has its part of the tile, and one query.
+    """
     # The first axis of the grid is KV heads, and tiles of each; where requests have one query, the third is requests.
     # Heads of a query lie side by side, so that a tile is full where many queries share a KV head.
-    tiles = tl.num_programs(0) // HEADS
-    kv_head = tl.program_id(0) // tiles
+    tiles = tl.num_programs(0) // (HEADS // JOINED)
+    kv_head = tl.program_id(0) // tiles * JOINED
     tile = tl.program_id(0) % tiles
     if EXTEND:
         # The last request whose tiles begin no later than this one, by bisection: the lengths are on the device alone.
@@ -58,13 +62,29 @@ def queries_of(
         pairs = tile * TILE + tl.arange(0, TILE)  # [TILE]
         queries = request + tl.zeros([TILE], tl.int64)  # [TILE]
         any_pair = tile * TILE < GQA
-    return request, kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_pair
+    heads = kv_head * GQA + pairs % GQA  # [TILE]
+    mask_pairs = pairs < num_queries * GQA  # [TILE]
+    if JOINED > 1:
+        in_head = pairs % (TILE // JOINED)  # [TILE]
+        heads = (kv_head + pairs // (TILE // JOINED)) * GQA + in_head % GQA  # [TILE]
+        mask_pairs = in_head < GQA
+    return request, kv_head, queries, heads, mask_pairs, any_pair
 
 
 @triton.jit
 def tokens_of_split(length, num_splits, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr):
     """Return the tokens of a request's splits: whole blocks, and at least MIN_SPLIT; later splits may be empty."""
     return tl.cdiv(tl.cdiv(tl.maximum(length, MIN_SPLIT * num_splits), num_splits), TOKENS) * TOKENS
+
+
+@triton.jit
+def split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the start of a request's slots, and the first and last of its tokens that a split reads."""
+    begin = tl.load(indptr_ptr + request).to(tl.int64)
+    length = (tl.load(indptr_ptr + request + 1) - begin).to(tl.int32)
+    per_split = tokens_of_split(length, num_splits, MIN_SPLIT, TOKENS)
+    first = split * per_split
+    return begin, first, tl.minimum(first + per_split, length)
 
 
 @triton.jit
@@ -90,6 +110,29 @@ def have_copies(tokens, mask_tokens, first_query, positions_ptr, row, RESIDUAL: 
     asked = mask_tokens & ((tokens > first_query - RESIDUAL) | (tokens < SINKS))  # [TOKENS]
     places = tl.where(tokens < SINKS, tokens, SINKS + tokens % max(RESIDUAL, 1))  # [TOKENS]
     return asked & (tl.load(positions_ptr + row + places, mask=asked, other=-1) == tokens)
+
+
+@triton.jit
+def sliced_query(slot, q_base, mask, BITS: tl.constexpr, WIDE: tl.constexpr):
+    """Queries [K_UNITS, TILE] at the channels of a slot, divided by the factor of its codes."""
+    q = tl.load(q_base + slot * WIDE, mask=mask, other=0.0)  # [K_UNITS, TILE]
+    if BITS != 16:
+        # Here, once, where it costs nothing in the loop.
+        q = fp16_saturated(q.to(tl.float32) * (1 / factor_of(slot, BITS)))
+    return q
+
+
+@triton.jit
+def query_sum(group, q, scale, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP: tl.constexpr, WORD: tl.constexpr):
+    """The sum of queries over the channels of a group, times what multiplies every offset, [TILE]."""
+    q_sum = tl.zeros([TILE], tl.float32)  # [TILE]
+    if BITS != 16:
+        for slot in tl.static_range(IN_GROUP):
+            # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
+            part = q[group * IN_GROUP + slot].to(tl.float32)  # [K_UNITS, TILE]
+            q_sum += tl.sum(part, 0) * factor_of(group * IN_GROUP + slot, BITS)
+    # Products with zero points are multiplied by the score's scale later on, together with those of codes.
+    return q_sum * (offset_step(BITS, WORD) if WORD == 16 else scale)
 
 
 @triton.jit

@@ -15,7 +15,9 @@ from kvtuner.runtime_loader.kernels.transform_steps import (
     LANES,
     apply_steps,
     invert_steps,
+    load_spread,
     mixes_channels,
+    spread_of,
 )
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
@@ -46,32 +48,33 @@ def _saturated(x):
 
 @triton.jit
 def _load_transformed(
-    x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head, channel, mask_units,
-    STEPS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head,
+    STEPS: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head in stored space, [SLOTS, TOKENS, SPREAD], where `channel` [SLOTS, 1, SPREAD] lies."""
-    if mixes_channels(STEPS):
+    """Keys or values of one head in stored space, [SLOTS * places, TOKENS, SPREAD] as `store_side` has them."""
+    if triton.next_power_of_2(DIM) != DIM:
+        x_ptrs = x_ptr + tokens[:, None] * x_stride_t + tl.arange(0, SPREAD)[None, :]  # [TOKENS, SPREAD]
+        y = load_spread(x_ptrs, mask_tokens[:, None], head, mu_ptr, inverse_ptr, STEPS, DIM, SLOTS)
+    elif mixes_channels(STEPS):
         # Slower axes lie in registers, faster ones in lanes, and the fastest is one piece of memory: by Triton's own
         # choice, which a Hadamard that needs no other keeps.
-        OUTER: tl.constexpr = PADDED // (LANES * INNER)
+        OUTER: tl.constexpr = DIM // (LANES * INNER)
         outer = tl.arange(0, OUTER)[:, None, None, None] * (LANES * INNER)
         channels = outer + tl.arange(0, LANES)[None, None, :, None] * INNER + tl.arange(0, INNER)[None, None, None, :]
         mask = channels < DIM  # [OUTER, 1, LANES, INNER]
         x_ptrs = x_ptr + tokens[None, :, None, None] * x_stride_t + channels  # [OUTER, TOKENS, LANES, INNER]
         x = tl.load(x_ptrs, mask=mask_tokens[None, :, None, None] & mask, other=0.0)
         y = apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS, DIM)  # [OUTER, TOKENS, LANES, INNER]
-        y = tl.reshape(tl.permute(y, (1, 0, 2, 3)), (TOKENS, PADDED))  # [TOKENS, PADDED]
-        if PADDED != DIM:
-            # Padding lies behind all channels, and is wanted behind those of each slot.
-            index = tl.reshape(tl.permute(channel, (1, 0, 2)), (1, PADDED))  # [1, PADDED]
-            y = tl.gather(y, tl.broadcast_to(index, (TOKENS, PADDED)), 1)
-        y = tl.permute(tl.reshape(y, (TOKENS, SLOTS, PADDED // SLOTS)), (1, 0, 2))  # [SLOTS, TOKENS, SPREAD]
+        y = tl.reshape(tl.permute(y, (1, 0, 2, 3)), (TOKENS, SLOTS, SPREAD))  # [TOKENS, SLOTS, SPREAD]
+        y = tl.permute(y, (1, 0, 2))  # [SLOTS, TOKENS, SPREAD]
     else:
-        mask = mask_tokens[None, :, None]  # [1, TOKENS, 1 or SPREAD]
-        if PADDED != DIM:
-            mask = mask & mask_units
-        x = tl.load(x_ptr + tokens[None, :, None] * x_stride_t + channel, mask=mask, other=0.0)
-        y = apply_steps(x, head, channel, mask_units, mu_ptr, inverse_ptr, STEPS, DIM)
+        channel = (
+            tl.arange(0, SLOTS)[:, None, None] * SPREAD + tl.arange(0, SPREAD)[None, None, :]
+        )  # [SLOTS, 1, SPREAD]
+        mask = channel < DIM  # [SLOTS, 1, SPREAD]
+        x_ptrs = x_ptr + tokens[None, :, None] * x_stride_t + channel  # [SLOTS, TOKENS, SPREAD]
+        x = tl.load(x_ptrs, mask=mask_tokens[None, :, None], other=0.0)
+        y = apply_steps(x, head, channel, mask, mu_ptr, inverse_ptr, STEPS, DIM)
     return y
 
 
@@ -161,11 +164,15 @@ def _codes_of(y, scale, minimum, BITS: tl.constexpr):
 
 
 @triton.jit
-def _units_of(codes, slot, not_finite, BITS: tl.constexpr):
-    """The units [TOKENS, SPREAD] of codes [GROUPS, slots, TOKENS, SPREAD], int32 of which 24 bits count."""
-    # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
-    codes = tl.sum(codes << tl.reshape(slot * BITS, (codes.shape[0], codes.shape[1], 1, 1)), 1)
-    return tl.sum(tl.where(not_finite[:, :, None], 0, codes), 0)
+def _units_of(codes, not_finite, BITS: tl.constexpr, PLACES: tl.constexpr):
+    """The units [PLACES, TOKENS, SPREAD] of codes of groups, int32 of which 24 bits count."""
+    GROUPS: tl.constexpr = codes.shape[0]
+    SLOTS: tl.constexpr = codes.shape[1] // PLACES  # of a group
+    # The sum of codes in their places is their union; each group's slots first, [GROUPS, PLACES, TOKENS, SPREAD].
+    codes = tl.reshape(codes, (GROUPS, SLOTS, PLACES, codes.shape[2], codes.shape[3]))
+    shifts = tl.reshape(tl.arange(0, GROUPS * SLOTS) * BITS, (GROUPS, SLOTS, 1, 1, 1))
+    codes = tl.sum(codes << shifts, 1)
+    return tl.sum(tl.where(not_finite[:, None, :, None], 0, codes), 0)
 
 
 @triton.jit
@@ -183,24 +190,18 @@ def store_side(
         x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=mask, other=0.0)  # [TOKENS, PADDED]
         tl.store(rows_ptr + slots[:, None] * ROW + head * DIM + channels, x, mask=mask)
     else:
-        # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two. Slots come first, so that a
-        # thread holds all of a unit's, and lanes are spread over tokens: tiles are [SLOTS, TOKENS, SPREAD].
+        # Slot j of unit u is channel j * UNITS + u. Slots come first, so that a thread holds all of a unit's, and lanes
+        # are spread over tokens. Unit u is at place u // SPREAD of a lane; places are padded to a power of two.
         SLOTS: tl.constexpr = slots_of(BITS)
         UNITS: tl.constexpr = DIM // SLOTS
-        SPREAD: tl.constexpr = PADDED // SLOTS
-        unit = tl.arange(0, SPREAD)[None, None, :]  # [1, 1, SPREAD]
-        slot = tl.arange(0, SLOTS)[:, None, None]  # [SLOTS, 1, 1]
-        mask_units = unit < UNITS  # [1, 1, SPREAD]
-        channel = slot * UNITS + unit  # [SLOTS, 1, SPREAD]
-        if PADDED != DIM:
-            channel = tl.where(mask_units, channel, 0)  # which hides from the compiler that channels lie side by side
+        SPREAD: tl.constexpr = UNITS if PADDED == DIM else spread_of(UNITS)
+        PLACES: tl.constexpr = triton.next_power_of_2(UNITS // SPREAD)
         y = _load_transformed(
-            x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head, channel, mask_units,
-            STEPS, DIM, PADDED, SLOTS, TOKENS,
-        )  # fmt: skip  # [SLOTS, TOKENS, SPREAD]
+            x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head, STEPS, DIM, SLOTS, SPREAD, TOKENS
+        )  # [SLOTS * PLACES, TOKENS, SPREAD]
         # A group is whole slots.
-        y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # [GROUPS, slots, TOKENS, SPREAD]
-        mask_groups = tl.reshape(mask_units, (1, 1, 1, SPREAD))
+        y = tl.reshape(y, (GROUPS, SLOTS * PLACES // GROUPS, TOKENS, SPREAD))  # [GROUPS, slots, TOKENS, SPREAD]
+        mask_groups = tl.arange(0, SLOTS * PLACES // GROUPS)[None, :, None, None] % PLACES < UNITS // SPREAD
         low, high, not_finite = _range_of(y, mask_groups, PADDED != DIM)
         if WORD == 16:
             scale, zero_point = _zero_point_grid(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
@@ -228,13 +229,14 @@ def store_side(
             scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
             codes = _codes_of(y, scale, minimum, BITS)  # the shape of y
             minimum = minimum.to(tl.int16, bitcast=True)
-        units = _units_of(codes, slot, not_finite, BITS)  # [TOKENS, SPREAD]
+        units = _units_of(codes, not_finite, BITS, PLACES)  # [PLACES, TOKENS, SPREAD]
         row = rows_ptr + slots * ROW  # [TOKENS]
-        unit = tl.arange(0, SPREAD)[None, :]  # [1, SPREAD]
-        mask = mask_tokens[:, None] & (unit < UNITS)  # [TOKENS, SPREAD]
-        tl.store(row[:, None] + head * UNITS + unit, units.to(tl.int16), mask=mask)
+        place = tl.arange(0, PLACES)[:, None, None]  # [PLACES, 1, 1]
+        unit = place * SPREAD + tl.arange(0, SPREAD)[None, None, :]  # [PLACES, 1, SPREAD]
+        mask = mask_tokens[None, :, None] & (place < UNITS // SPREAD)  # [PLACES, TOKENS, 1]
+        tl.store(row[None, :, None] + head * UNITS + unit, units.to(tl.int16), mask=mask)
         if BITS == 3:
-            thirds = third_bytes(row[:, None], head, unit, HEADS, UNITS)
+            thirds = third_bytes(row[None, :, None], head, unit, HEADS, UNITS)
             tl.store(thirds, (units >> 16).to(tl.uint8), mask=mask)
         group = tl.arange(0, GROUPS)[:, None]  # [GROUPS, 1]
         place = words_at(HEADS, UNITS, BITS, WORD) + head * GROUPS + group  # [GROUPS, 1]

@@ -15,47 +15,61 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
 
 
 @triton.jit
+def to_columns(x, TILE: tl.constexpr):
+    """What is known of a token and each of its heads [TOKENS, JOINED], for the columns of a product that read them."""
+    if x.shape[1] > 1:
+        PER_HEAD: tl.constexpr = TILE // x.shape[1]
+        spread = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], PER_HEAD))  # [TOKENS, JOINED, PER_HEAD]
+        x = tl.reshape(spread, (x.shape[0], TILE))
+    return x
+
+
+@triton.jit
 def _loaded_words(index, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
-    """A word of 32 bits of each token, or two short ones, [TOKENS], 0 where there is no token."""
-    return tl.load(words_ptr + (first + index) + slots.to(tl.int64) * (ROW // 2), mask=mask_tokens, other=0)
+    """A word of 32 bits of each token and head, or two short ones, [TOKENS, JOINED], 0 where there is no token.
+
+    The first word of each head is `first`, [JOINED].
+    """
+    word_ptrs = words_ptr + (first[None, :] + index) + (slots.to(tl.int64) * (ROW // 2))[:, None]  # [TOKENS, JOINED]
+    return tl.load(word_ptrs, mask=mask_tokens[:, None], other=0)
 
 
 @triton.jit
 def _grid_of(group, words, shifts, PAIRED: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr):
-    """The scale and the offset of a group of a head, [TOKENS] each."""
+    """The scale and the offset of a group of a head, [TOKENS, JOINED] each."""
     if WORD == 32:
         grid = scale_and_minimum(words[group], ASM)
     elif PAIRED:
         grid = scale_and_zero_point(words[group // 2], group % 2)
     else:
-        grid = scale_and_zero_point(words[group] >> shifts[group], 0)
+        grid = scale_and_zero_point(words[group] >> shifts[group][None, :], 0)
     return grid
 
 
 @triton.jit
 def _shift_of(group, first):
-    """The place of a group's short word in the 32 bits that hold it."""
+    """The place of each head's short word of a group in the 32 bits that hold it, [JOINED]."""
     return (first + group) % 2 * 16
 
 
 @triton.jit
 def _loaded_half(group, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
-    """The 32 bits of each token that hold the short word of a group, [TOKENS]."""
-    return _loaded_words((first + group) // 2, words_ptr, slots, mask_tokens, 0, ROW)
+    """The 32 bits of each token and head that hold the short word of a group, [TOKENS, JOINED]."""
+    return _loaded_words(0, words_ptr, slots, mask_tokens, (first + group) // 2, ROW)
 
 
 @triton.jit
 def stored_grids(
-    words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
+    words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
+    ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The scale and the offset of each group of a head, pairs of [TOKENS], 0 where there is no token.
+    """The scale and the offset of each group of JOINED heads, pairs of [TOKENS, JOINED], 0 where there is no token.
 
     The offset is the minimum or, of short words, `ONE` times the zero point. ROW is in units of 16 bits. Short words
     are loaded two at a time: fewer than four bytes are not copied ahead of the loop.
     """
     FIRST: tl.constexpr = words_at(HEADS, WIDE, BITS, WORD)
-    first = FIRST + kv_head * GROUPS
+    first = FIRST + (kv_head + tl.arange(0, JOINED)) * GROUPS  # [JOINED]
     PAIRED: tl.constexpr = GROUPS % 2 == 0 and FIRST % 2 == 0
     shifts = ()
     if WORD == 32:
@@ -71,18 +85,18 @@ def stored_grids(
 @triton.jit
 def value_grids(
     words_ptr, slots, mask_tokens, kv_head,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
-    GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grids of values, a pair of [TOKENS] for each group, and the log2 and inverse of a token's largest scale."""
-    grids = ()  # a pair of [TOKENS] for each group
-    log2_v_scale = tl.zeros([TOKENS], tl.float32)  # [TOKENS]
-    inverse = tl.full([TOKENS], 1.0, tl.float32)  # [TOKENS]
+    """Grids of values, a pair of [TOKENS, JOINED] for each group, and the log2 and inverse of the largest scale."""
+    grids = ()  # a pair of [TOKENS, JOINED] for each group
+    log2_v_scale = tl.zeros([TOKENS, JOINED], tl.float32)  # [TOKENS, JOINED]
+    inverse = tl.full([TOKENS, JOINED], 1.0, tl.float32)  # [TOKENS, JOINED]
     if BITS != 16:
-        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, WIDE, ROW, BITS, GROUPS, WORD, ASM)
-        largest = tl.full([TOKENS], 2.0**-24, tl.float32)  # [TOKENS]
+        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
+        largest = tl.full([TOKENS, JOINED], 2.0**-24, tl.float32)  # [TOKENS, JOINED]
         for group in tl.static_range(GROUPS):
             largest = tl.maximum(largest, grids[group][0])
-        log2_v_scale, inverse = log2_and_inverse(largest, ASM)  # [TOKENS] each
+        log2_v_scale, inverse = log2_and_inverse(largest, ASM)  # [TOKENS, JOINED] each
     # Added to scores, it hides what was read where there is no token.
-    return grids, tl.where(mask_tokens, log2_v_scale, float("-inf")), inverse
+    return grids, tl.where(mask_tokens[:, None], log2_v_scale, float("-inf")), inverse

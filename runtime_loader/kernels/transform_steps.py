@@ -166,3 +166,84 @@ def _hadamard_of_lanes(x, DIM: tl.constexpr):
         parts = for_each(_join_bit, COUNT >> (1 + bit), (parts,))
     x = tl.permute(tl.reshape(parts[0], (ROWS, LANES, OUTER, INNER)), (2, 0, 1, 3))
     return x * ((1 << STAGES) ** -0.5)
+
+
+@triton.constexpr_function
+def spread_of(units):
+    """Return the lanes that share a token's row of a head whose channels are no power of two: lane u % lanes has u."""
+    return min(units & -units, LANES.value)
+
+
+@triton.jit
+def _part_of(index, x_ptrs, mask, APART: tl.constexpr):
+    return tl.load(x_ptrs + index * APART, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _centered_part(index, parts, mu_ptrs, APART: tl.constexpr):
+    return parts[index] - tl.load(mu_ptrs + index * APART)
+
+
+@triton.jit
+def _balanced_part(index, parts, inverse_ptrs, APART: tl.constexpr):
+    return parts[index] * tl.load(inverse_ptrs + index * APART)
+
+
+@triton.jit
+def _scaled_part(index, parts, factor: tl.constexpr):
+    return parts[index] * factor
+
+
+@triton.constexpr_function
+def _reversed(index, count):
+    """Return an index below a power of two with its bits in reverse."""
+    bits = count.bit_length() - 1
+    return sum((index >> bit & 1) << (bits - 1 - bit) for bit in range(bits))
+
+
+@triton.jit
+def _padded_part(index, parts, PLACES: tl.constexpr, COUNT: tl.constexpr):
+    """The part of a place, [ROWS, LANES, 1], in the order that joins undo; zeros behind the PLACES of each slot."""
+    PADDED: tl.constexpr = triton.next_power_of_2(PLACES)
+    AT: tl.constexpr = _reversed(index, COUNT)
+    if AT % PADDED < PLACES:
+        part = parts[AT // PADDED * PLACES + AT % PADDED]
+    else:
+        part = tl.zeros_like(parts[0])
+    return part[:, :, None]
+
+
+@triton.jit
+def load_spread(
+    x_ptrs, mask, head, mu_ptr, inverse_ptr, STEPS: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
+    """Load rows of DIM channels, no power of two, and take them to stored space, [SLOTS * places, rows, lanes] float32.
+
+    `x_ptrs` [rows, lanes] are those of the first channels. A lane has every `lanes`-th channel, so all codes of its
+    units; the units of a slot are padded to a power of two of places by zeros, which are constants of the compiler.
+    """
+    SPREAD: tl.constexpr = x_ptrs.shape[1]
+    COUNT: tl.constexpr = DIM // SPREAD
+    PADDED: tl.constexpr = SLOTS * triton.next_power_of_2(COUNT // SLOTS)
+    STAGES: tl.constexpr = _stages_of(DIM)
+    LANE_STAGES: tl.constexpr = _stages_of(SPREAD)
+    lane = tl.arange(0, SPREAD)[None, :]  # [1, SPREAD]
+    constants = head * DIM + lane  # [1, SPREAD]
+    parts = for_each(_part_of, COUNT, (x_ptrs, mask, SPREAD))  # [rows, SPREAD] each, a number of each lane
+    for index in tl.static_range(len(STEPS)):
+        if STEPS[index] == "centered":
+            parts = for_each(_centered_part, COUNT, (parts, mu_ptr + constants, SPREAD))
+        elif STEPS[index] == "balanced":
+            parts = for_each(_balanced_part, COUNT, (parts, inverse_ptr + constants, SPREAD))
+        elif STEPS[index] == "hadamard":
+            for stage in tl.static_range(STAGES):
+                if stage < LANE_STAGES:
+                    signs = tl.where((lane & (1 << stage)) == 0, 1.0, -1.0)  # [1, SPREAD]
+                    parts = for_each(_across_lanes, COUNT, (parts, lane ^ (1 << stage), signs))
+                else:
+                    parts = for_each(_sum_or_difference, COUNT, (parts, 1 << (stage - LANE_STAGES)))
+            parts = for_each(_scaled_part, COUNT, (parts, (1 << STAGES) ** -0.5))
+    parts = for_each(_padded_part, PADDED, (parts, COUNT // SLOTS, PADDED))
+    for bit in tl.static_range(_stages_of(PADDED)):
+        parts = for_each(_join_bit, PADDED >> (1 + bit), (parts,))
+    return tl.permute(parts[0], (2, 0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -44,8 +45,8 @@ class TritonAttention:
     def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
         """See `PackedAttention.prepare`."""
         kinds = set()
-        for keys, values in layers:
-            settings, tiles = self._settings(self._side(keys), self._side(values), num_heads)
+        for (keys, values), few_or_many in itertools.product(layers, (1, None)):
+            settings, tiles = self._settings(self._side(keys), self._side(values), num_heads, few_or_many)
             kinds.add((settings, tiles, keys.format.head_dim, values.format.head_dim))
         most = max(
             num_requests * ((self._device.splits(settings, num_requests, tiles) + 1) * (v_head_dim + 1) + head_dim + 1)
@@ -68,7 +69,7 @@ class TritonAttention:
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
         k_side, v_side = self._side(keys), self._side(values)
-        settings, tiles = self._settings(k_side, v_side, q.shape[1])
+        settings, tiles = self._settings(k_side, v_side, q.shape[1], len(q))
         out = _output(q, values) if out is None else out
         if len(q):
             num_splits, scratch = self._device.splits(settings, len(q), tiles), self._scratch.restart()
@@ -128,11 +129,13 @@ class TritonAttention:
             launch.read(self._side(stored), bounds.slots, bounds.prefix[-1:], out)
         return k, v
 
-    def _settings(self, keys: KernelSide, values: KernelSide, num_heads: int) -> tuple[DecodeLaunch, int]:
+    def _settings(
+        self, keys: KernelSide, values: KernelSide, num_heads: int, num_requests: int | None
+    ) -> tuple[DecodeLaunch, int]:
         """Return how rows are read, and the programs that a part of one query takes."""
         gqa = num_heads // keys.num_heads
-        settings = self._device.launch(keys, values, gqa)
-        return settings, keys.num_heads * triton.cdiv(gqa, settings.tile)
+        settings = self._device.launch(keys, values, gqa, num_requests=num_requests)
+        return settings, settings.programs(keys.num_heads, gqa)
 
     def _side(self, stored: PackedRows) -> KernelSide:
         side = self._sides.get(stored)

@@ -57,6 +57,12 @@ def _codes(units, ASM: tl.constexpr):
 
 
 @triton.jit
+def masked_halves(x, mask):
+    """The bits of float16 numbers that an int16 mask has."""
+    return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def _high_bytes(units):
     """Move high bytes to where low ones are; bits of the other unit lie beside them, which masks take off."""
     return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [units], dtype=tl.int16, is_pure=True, pack=2)
@@ -91,16 +97,18 @@ def third_bytes(row_ptrs, head, unit, HEADS: tl.constexpr, UNITS: tl.constexpr):
 def load_thirds(rows_ptr, rows, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.constexpr):
     """Load the third bytes of units of rows at offsets, broadcast to the tile of `rows`; `mask` is that of units.
 
-    They lie behind the other bytes of all units, those of units u and u + UNITS / 2 of a head in one halfword. Two
-    tiles are returned: the halfwords of units below UNITS / 2, and those of the others, with zeros elsewhere.
+    They lie behind the other bytes of all units, those of units u and u + UNITS / 2 of a head in one halfword. Units
+    from UNITS on are those of heads behind `head`. Two tiles are returned: the halfwords of a head's units below
+    UNITS / 2, and those of the others, with zeros elsewhere.
     """
     # A tensor core's operand must come of loads, constants and elementwise operations alone, or Triton moves it
     # through shared memory once more: so no unit is asked which byte is its own, and masks of loads tell.
     HALF: tl.constexpr = UNITS // 2
-    third_ptrs = (rows_ptr + (HEADS * UNITS + head * HALF + unit % HALF)) + rows
+    third_ptrs = (rows_ptr + (HEADS * UNITS + head * HALF + unit // UNITS * HALF + unit % HALF)) + rows
+    is_low = unit // HALF % 2 == 0
     return (
-        tl.load(third_ptrs, mask=mask & (unit < HALF), other=0),
-        tl.load(third_ptrs, mask=mask & (unit >= HALF), other=0),
+        tl.load(third_ptrs, mask=mask & is_low, other=0),
+        tl.load(third_ptrs, mask=mask & ~is_low, other=0),
     )
 
 

@@ -78,7 +78,7 @@ def attend_copies(
     """
     PLACES: tl.constexpr = RESIDUAL + SINKS
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
-        q_indptr_ptr, num_requests, HEADS, GQA, TILE, EXTEND
+        q_indptr_ptr, num_requests, HEADS, 1, GQA, TILE, EXTEND
     )
     if not any_pair:
         return

@@ -47,15 +47,20 @@ def test_rows_of_other_architectures_pairs_and_shapes_stay() -> None:
 
     before, after = settings(table), settings(changed)
     assert before.keys() == after.keys()
-    different = {key for key, row in after.items() if row["launch"] != before[key]["launch"]}
+    kinds = ("launch", "joined", "wide")
+    different = {key for key, row in after.items() if any(row.get(kind) != before[key].get(kind) for kind in kinds)}
     assert {key[:5] for key in different} == {("sm_90", 4, 4, 128, 1)}
     for key in different:
         assert {name: after[key]["launch"][name] for name in C} == C
         assert after[key]["launch"]["resident"] >= 1 and after[key]["wide"] == before[key]["wide"]
         assert after[key]["timed_on"] == "a GPU"
+        assert "joined" not in after[key]  # one head of a program was faster
     # Settings that are in the table already leave it as it is.
-    row = before["sm_90", 4, 4, 128, 1, 1]["launch"]
+    row = before["sm_90", 4, 4, 128, 1, 1]["joined"]
     assert with_winners(table, "sm_90", {"K4V4": row}, "a GPU")["rows"] == table["rows"]
+    joined = settings(with_winners(table, "sm_90", {"K4V4": {**C, "heads": 2}}, "a GPU"))["sm_90", 4, 4, 128, 1, 1]
+    assert joined["launch"] == before["sm_90", 4, 4, 128, 1, 1]["launch"]
+    assert {name: joined["joined"][name] for name in (*C, "heads")} == {**C, "heads": 2}
 
 
 def test_a_table_is_written_as_it_was(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of, untimed
 from kvtuner.runtime_loader.kernels import NAME
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import EXACT, STORED_TOKENS, read_to_places, store_facts
+from kvtuner.runtime_loader.kernels.launch import EXACT, read_to_places, store_facts
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
 from kvtuner.runtime_loader.kernels.pages.store_layers import store_layers
 from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -168,11 +168,12 @@ class _Group:
     def store(self, slots: Tensor) -> None:
         """Quantize device slots [tokens] of all these layers into the first staged rows."""
         (keys, values), k, v = self._staged, self._keys.buffer, self._values.buffer
-        grid = (triton.cdiv(len(slots), STORED_TOKENS), keys.num_heads, 2 * self._num_layers)
+        facts = store_facts(keys, values)
+        grid = (triton.cdiv(len(slots), facts["TOKENS"]), keys.num_heads, 2 * self._num_layers)
         store_layers[grid](
             self._places, k, k.stride(0), k.stride(1), keys.rows, self._mu, self._inverse, v, v.stride(0), v.stride(1),
             values.rows, slots, len(slots), UNIT=_unit(k), K_UNIT=_unit(keys.rows), V_UNIT=_unit(values.rows),
-            **store_facts(keys, values), **EXACT,
+            **facts, **EXACT,
         )  # fmt: skip
 
 

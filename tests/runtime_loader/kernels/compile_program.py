@@ -127,7 +127,8 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
     launch = Device("sm_90", 0).launch(sass.side_of(shape, bits), sass.side_of(shape, bits), GQA)
     row = sass.measure(PrecisionPair(bits, bits), shape, 90, launch)
     loaded_bits = 6 if bits == 3 else bits  # third bytes are loaded for either half of the units, beside zeros
-    return row["async_copies_16B"], launch.tokens * 2 * head_dim * loaded_bits // 8 / (16 * 32 * launch.warps)
+    loaded_bytes = launch.heads * launch.tokens * 2 * head_dim * loaded_bits // 8
+    return row["async_copies_16B"], loaded_bytes / (16 * 32 * launch.warps)
 
 
 def waits(kernel: Any) -> tuple[str, int]:

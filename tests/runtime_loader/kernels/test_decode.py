@@ -15,7 +15,7 @@ from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, WIDE, DecodeLaunch
+from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, JOINED, WIDE, DecodeLaunch
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
@@ -64,11 +64,12 @@ def assert_agrees(
     indptr = torch.tensor([0, *itertools.accumulate(LENGTHS)])
     scores = ScoreScaling(head_dim**-0.5, cap)
     expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
-    found = decode(q, keys, values, indptr, slots, scores, settings=settings)
-    assert (found[0] == 0).all()
     largest = expected.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-6)
-    error = ((found - expected).abs() / largest).max().item()
-    assert error < TOLERANCE
+    joins = num_heads % JOINED == 0 and gqa * JOINED <= settings.tile
+    for heads in (1, JOINED) if joins else (1,):
+        found = decode(q, keys, values, indptr, slots, scores, settings=replace(settings, heads=heads))
+        assert (found[0] == 0).all()
+        assert ((found - expected).abs() / largest).max().item() < TOLERANCE
 
 
 def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
@@ -93,6 +94,23 @@ def test_every_shape(
 ) -> None:
     keys = poisoned(row_format(num_heads, head_dim, bits[0], "centered+balanced+hadamard"), 130)
     assert_agrees(keys, poisoned(row_format(num_heads, head_dim, bits[1], "hadamard"), 130), gqa, cap)
+
+
+@pytest.mark.parametrize("gqa", [1, 3])
+@pytest.mark.parametrize(("bits", "num_heads", "head_dim"), [((4, 3), 4, 128), ((3, 8), 6, 80), ((2, 4), 2, 96)])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_heads_that_share_a_program(
+    bits: tuple[int, int],
+    num_heads: int,
+    head_dim: int,
+    gqa: int,
+    cap: float,
+    row_format: MakeRowFormat,
+    poisoned: MakePoisoned,
+) -> None:
+    sides = (row_format(num_heads, head_dim, width, kind) for width, kind in zip(bits, KINDS, strict=True))
+    keys, values = (poisoned(side, 130) for side in sides)
+    assert_agrees(keys, values, gqa, cap)
 
 
 @pytest.mark.parametrize("gqa", [3, 20])

@@ -35,19 +35,30 @@ def run(*command: str) -> Any:
 @compiling
 @pytest.mark.parametrize(
     "options",
-    [("--arch", "80", "89", "90", "100", "120"), ("--kv-heads", "4", "2", "1")],
-    ids=["architectures", "row strides"],
+    [
+        ("--arch", "80", "89", "90", "100", "120"),
+        ("--kv-heads", "4", "2", "1"),
+        ("--gqa", "7", "--arch", "89", "90"),
+    ],
+    ids=["architectures", "row strides", "one head a program"],
 )
 def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_bytes(options: tuple[str, ...]) -> None:
     rows = run(str(ROOT / "benchmarks" / "sass.py"), *options, "--without-baseline", "--json")
-    assert len(rows) == 8 * (len(options) - 1)
+    assert len(rows) == 8 * sum(option.isdecimal() for option in options[options[0] == "--gqa" and 2 :])
     for row in rows:
-        if row["launch_row"]["tokens"] == 64:
+        # Two heads that share a product, in all programs that can, but where they save little.
+        can_join = row["gqa"] <= 4 and row["num_kv_heads"] > 1
+        if row["launch_row"]["heads"] == 2:
+            assert can_join
+            assert row["lane_instructions_per_element"] <= 1.6, row
+            assert row["registers"] <= 160, row
+        elif row["launch_row"]["tokens"] == 64:
+            assert not can_join or row["k_bits"] == row["v_bits"] == 8, row
             assert row["lane_instructions_per_element"] <= (1.8 if row["k_bits"] == row["v_bits"] == 4 else 1.9), row
             assert row["registers"] <= 160, row
         else:  # the shared memory of these holds no four programs with two blocks of 64 tokens of wide rows
             assert row["arch"] in (89, 120), row
-            assert row["lane_instructions_per_element"] <= 2.15, row
+            assert row["lane_instructions_per_element"] <= 2.2, row
         assert row["buffers"] >= 2, row
         assert row["loads_in_flight"] >= 1, row
         assert row["int_to_float"] == 0, row
@@ -56,7 +67,7 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
         assert row["shared_stores"] <= 4, row  # scales alone, with some compilers; codes would be dozens
         # Halfwords of third bytes are copied for the lower half of units and for the upper, with zeros for the other.
         bits = sum({3: 6}.get(row[name], row[name]) for name in ("k_bits", "v_bits"))
-        code_bytes = row["launch_row"]["tokens"] * row["head_dim"] * bits // 8
+        code_bytes = row["launch_row"]["tokens"] * row["launch_row"]["heads"] * row["head_dim"] * bits // 8
         assert row["async_copies_16B"] == code_bytes // (16 * 32 * row["launch_row"]["warps"]), row
 
 
@@ -168,14 +179,19 @@ def test_every_pair_and_head_dim_has_a_launch_row_on_every_architecture() -> Non
 
 
 def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
-    def side(bits: int, head_dim: int = 128, groups: int = 1) -> Any:
-        return SimpleNamespace(bits=bits, head_dim=head_dim, groups=groups)
+    def side(bits: int, head_dim: int = 128, groups: int = 1, heads: int = 8) -> Any:
+        return SimpleNamespace(bits=bits, head_dim=head_dim, groups=groups, num_heads=heads)
 
     hopper = Device("sm_90", 132)
     assert hopper.launch(side(4), side(2), 4).asm
     asked = ((8, False), (9, False), (1, True))
     tiles = [hopper.launch(side(4), side(2), gqa, extend=extend).tile for gqa, extend in asked]
     assert tiles == [NARROW, WIDE, WIDE]
+    shapes = ((8, 4, False), (8, 1, False), (7, 4, False), (8, 5, False), (8, 1, True))
+    heads = [hopper.launch(side(4, heads=n), side(2, heads=n), gqa, extend=extend).heads for n, gqa, extend in shapes]
+    assert heads == [2, 2, 1, 1, 1]
+    assert [hopper.launch(side(4), side(2), 4, num_requests=count).heads for count in (1, 16, 17)] == [1, 1, 2]
+    assert hopper.launch(side(4), side(16), 4).heads == hopper.launch(side(8), side(8), 4).heads == 1
     archs = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx942", "interpreter")
     overlapping = [Device(arch, 1).launch(side(4), side(2), 4).dependent for arch in archs]
     assert overlapping == [False, False, True, True, False, False]
