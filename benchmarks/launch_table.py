@@ -7,7 +7,8 @@ their instructions for an element. The first is taken whose loop spills nothing,
 architecture and leaves room for four warps on a processor. Likewise for wide tiles: many queries of a KV head, or
 several of a request. Programs of two KV heads, whose warps count twice, are taken where they take fewer instructions;
 not at 8 bits of both sides: there they save a tenth of the bytes from the last cache, so few of them fit a processor
-that the last leave it idle (.89 of a copy on an H200 for .94, predicted), and their loop spills on sm_120.
+that the last leave it idle (.89 of a copy on an H200 for .94, predicted). Nor on sm_120 at 8 bits of either side, whose
+loop spills there alone: 11 registers at K8V4.
 The choice by time on a GPU may differ: `benchmarks/gpu.py --sweep` measures it.
 """
 
@@ -46,16 +47,23 @@ REGISTERS: Final = 16384
 LEAST_WARPS: Final = 4
 WIDE_BITS: Final = 8
 """The bits of both sides at which two heads of a program save little."""
+SPILLING: Final = 120
+"""The compute capability on which two heads spill at 8 bits of a side; what is counted is sm_90's."""
 MOST_RESIDENT: Final = 12
 """The programs of a processor up to which a server keeps room for what they write (`DECODED_PARTS`)."""
 RESERVED_BYTES: Final = 1024
 """The bytes of shared memory that each program needs besides its own."""
-LIMITS: Final = {80: (164, 163, 64, 32), 89: (100, 99, 48, 24), 90: (228, 227, 64, 32), 100: (228, 227, 64, 32)}
+LIMITS: Final = {
+    80: (164, 163, 64, 32), 89: (100, 99, 48, 24), 90: (228, 227, 64, 32), 100: (228, 227, 64, 32),
+    120: (100, 99, 48, 24),
+}  # fmt: skip
 """The limits of a compute capability: KiB of a processor and of a program, warps and programs of a processor.
 
 CUDA C++ Programming Guide, technical specifications.
 """
-ALIKE: Final = {80: ["sm_80", "sm_87"], 89: ["sm_86", "sm_89", "sm_120"], 90: ["sm_90"], 100: ["sm_100", "sm_103"]}
+ALIKE: Final = {
+    80: ["sm_80", "sm_87"], 89: ["sm_86", "sm_89"], 90: ["sm_90"], 100: ["sm_100", "sm_103"], 120: ["sm_120"],
+}  # fmt: skip
 """Architectures with the same limits."""
 AMD: Final = DecodeLaunch(tokens=32, warps=4, stages=1, asm=False, tile=WIDE)
 """The settings of AMD, which are not chosen: the plain kernel with the least shared memory.
@@ -118,12 +126,13 @@ def chosen(
     return found
 
 
-def is_joined(pair: PrecisionPair, two_heads: CompiledLaunch | None, one_head: CompiledLaunch) -> bool:
-    """Whether programs have two heads where they can."""
+def is_joined(arch: int, pair: PrecisionPair, two_heads: CompiledLaunch | None, one_head: CompiledLaunch) -> bool:
+    """Whether programs of an architecture have two heads where they can."""
     if two_heads is None or NATIVE_BITS in (pair.k_bits, pair.v_bits):
         return False
     saves_little = pair.k_bits == pair.v_bits == WIDE_BITS
-    return not saves_little and two_heads.instructions < one_head.instructions
+    spills = arch == SPILLING and WIDE_BITS in (pair.k_bits, pair.v_bits)
+    return not (saves_little or spills) and two_heads.instructions < one_head.instructions
 
 
 def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
@@ -138,7 +147,7 @@ def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
     for arch, names in ALIKE.items():
         counts = {name: narrow[arch].count[name] for name in COUNTS}
         launches = {"launch": narrow[arch].row(arch), "wide": wide[arch].row(arch)}
-        if is_joined(pair, joined.get(arch), narrow[arch]):
+        if is_joined(arch, pair, joined.get(arch), narrow[arch]):
             launches["joined"] = joined[arch].row(arch)
             counts["joined_counts"] = {name: joined[arch].count[name] for name in COUNTS}
         alike = next((row for row in rows if all(row.get(kind) == launches.get(kind) for kind in LAUNCH_KINDS)), None)
