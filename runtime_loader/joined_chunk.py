@@ -5,12 +5,14 @@ Knows nothing of how rows are read or who attends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import ExtendBounds
@@ -46,6 +48,17 @@ class JoinedChunk:
             ends=(tokens + prefix).int(), queries=tokens.int(), num_places=len(bounds.slots) + num_tokens,
             longest=len(bounds.slots) + bounds.longest if longest is None else longest,
         )  # fmt: skip
+
+
+def first_new_tokens(bounds: ExtendBounds, most: int, lengths: Sequence[int]) -> tuple[Tensor, ExtendBounds]:
+    """A batch of the first new tokens of each request, at most `most`: their places among all, and its bounds.
+
+    The new tokens of each request are `lengths`, which the host knows, so that the device is not asked.
+    """
+    tokens = bounds.tokens.long()
+    ends = torch.cat((tokens[:1], tokens[0] + tokens.diff().clamp(max=most).cumsum(0)))
+    places = _shifted(sum(min(length, most) for length in lengths), ends, tokens[:-1] - ends[:-1])
+    return places, replace(bounds, tokens=ends.to(bounds.tokens.dtype), longest=min(most, bounds.longest))
 
 
 def _shifted(count: int, ends: Tensor, before: Tensor) -> Tensor:

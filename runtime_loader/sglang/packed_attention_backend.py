@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
+from kvtuner.runtime_loader.joined_chunk import first_new_tokens
 from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import (
     TritonAttnBackend,
@@ -23,6 +24,8 @@ from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -58,6 +61,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             self.attention.prepare(self._layers, self.num_head, runner.req_to_token_pool.size)
         self._flash = self._flash_prefill()
         self._longest: int | None = None  # tokens of a request of the batch that prefills
+        self._lengths: Sequence[int] | None = None  # new tokens of each of them
         self._window: WindowReads | None = None  # of the layer that attends
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
         self._verifies = False  # drafts, in the forward that attends
@@ -108,7 +112,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             self.pool.forget_former_requests()
             if self._flash is not None:
                 self._flash.begin()
-        self._longest = _longest_request(forward_batch)
+        self._longest, self._lengths = _longest_request(forward_batch), forward_batch.extend_seq_lens_cpu
         self._enter(layer, forward_batch, save_kv_cache)
         self._verifies = forward_batch.forward_mode.is_target_verify()
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **rest)
@@ -188,26 +192,43 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
                 k, v = stored
             else:
                 window = replace(window, stored=stored)
+        near = None if window is None or not len(kv_indices) else self._near_prefix(window, bounds)
         # Each query has a window of its own, which one prefix for all of them cannot hold.
-        reads_prefix, is_done = window is None or (window.stored is None and not len(kv_indices)), False
+        reads_prefix = window is None or near is not None or (window.stored is None and not len(kv_indices))
+        is_done = False
         # Drafts are verified in graphs, whose slots are as many as SGLang has room for.
         is_plain = logit_cap <= 0 and scores.sink_scores is None and not self._verifies
         if reads_prefix and self._flash is not None and is_plain:
             is_done = self._flash.attend(q, k, v, keys, values, bounds, sm_scale, o, self._longest)
         elif reads_prefix:
             prefix = self.attention.read_prefix(q, keys, values, bounds)
-        if prefix is None and not is_done:
+        if prefix is not None:
+            # SGLang's own kernel attends over the prefix that was read back for it, in order, from slot 0 on.
+            super()._forward_extend_kernel(
+                layer, q, k.to(q.dtype), v.to(q.dtype), o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
+                is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
+                **{**arguments, "page_size": 1, "identity_kv_indices": True},
+            )  # fmt: skip
+        elif not is_done:
             self.attention.extend(q, k, v, keys, values, bounds, scores, out=o, window=window)
+            near = None
+        if near is not None and len(near[0]):
+            places, first = near
+            o[places] = self.attention.extend(
+                q[places], k[places], v[places], keys, values, first, scores, window=window
+            )  # fmt: skip
         if window is not None:
             self._store_copies(layer, NewTokens(window.requests, kv_indptr, qo_indptr), k, v)
-        if prefix is None:
-            return
-        # SGLang's own kernel attends over the prefix that was read back for it, in order, from slot 0 on.
-        super()._forward_extend_kernel(
-            layer, q, k.to(q.dtype), v.to(q.dtype), o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
-            is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
-            **{**arguments, "page_size": 1, "identity_kv_indices": True},
-        )  # fmt: skip
+
+    def _near_prefix(self, window: WindowReads, bounds: ExtendBounds) -> tuple[Tensor, ExtendBounds] | None:
+        """The new tokens whose windows reach into prefixes, which attend once more, with copies: the first of a chunk.
+
+        None where all of them read copies: with sinks, or where new tokens outside of a window read what is stored; and
+        where SGLang has their numbers on the device alone.
+        """
+        if window.stored is not None or window.ring.window.sinks or self._lengths is None:
+            return None
+        return first_new_tokens(bounds, max(0, window.ring.window.residual_length - 1), self._lengths)
 
 
 def windows_of(profile: Profile) -> dict[int, int]:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvtuner.runtime_loader.joined_chunk import JoinedChunk
+from kvtuner.runtime_loader.joined_chunk import JoinedChunk, first_new_tokens
 from kvtuner.runtime_loader.packed_attention import ExtendBounds
 
 CASES = [
@@ -44,3 +44,18 @@ def test_each_request_has_its_prefix_and_then_its_new_tokens(requests: list[tupl
     assert chunk.ends.tolist() == [0, *itertools.accumulate(lengths)]
     assert (chunk.ends.dtype, chunk.queries.dtype) == (torch.int32, torch.int32)
     assert chunk.longest >= max(lengths)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 9])
+@pytest.mark.parametrize(("requests", "padding"), CASES)
+def test_the_first_new_tokens_of_each_request_are_a_batch_of_their_own(
+    requests: list[tuple[int, int]], padding: int, most: int
+) -> None:
+    past, new = (torch.tensor([0, *itertools.accumulate(each)]) for each in zip(*requests, strict=True))
+    bounds = ExtendBounds(new.int(), past.int(), torch.arange(int(past[-1])), 5)
+    places, first = first_new_tokens(bounds, most, [count for _, count in requests])
+    taken = [list(range(start, min(start + most, end))) for start, end in itertools.pairwise(new.tolist())]
+    assert places.tolist() == list(itertools.chain.from_iterable(taken))
+    assert first.tokens.tolist() == [0, *itertools.accumulate(map(len, taken))]
+    assert (first.tokens.dtype, first.longest) == (torch.int32, min(most, 5))
+    assert first.slots is bounds.slots and first.prefix is bounds.prefix

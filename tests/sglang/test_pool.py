@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import NO_WINDOW, ExactWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,10 @@ def test_a_pool_with_a_window_that_is_not_kept_as_it_says_is_refused_by_its_self
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("window", [NO_WINDOW, ExactWindow(3), ExactWindow(1), ExactWindow(3, 2)], ids=str)
 @pytest.mark.parametrize("attend", ["fresh", "cache"])
-def test_chunks_reach_flash_attention_with_what_their_rows_hold(attend: str, run_on_profile: RunOnProfile) -> None:
-    done = run_on_profile("prefill_program.py", attend, num_layers=3)
+def test_chunks_reach_flash_attention_with_what_their_rows_hold(
+    attend: str, window: ExactWindow, run_on_profile: RunOnProfile
+) -> None:
+    done = run_on_profile("prefill_program.py", attend, num_layers=3, window=window)
     assert done.returncode == 0, done.stderr[-3000:]
