@@ -9,7 +9,7 @@ from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import targets_of
-from kvtuner.pipeline.stages.work_ahead import forward_tokens_ahead
+from kvtuner.pipeline.stages.work_ahead import forward_tokens_ahead, weight_reads_ahead
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
@@ -17,7 +17,7 @@ from kvtuner.report.table import Table
 from kvtuner.search_spaces.budget import SMALLEST_PAIR
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
@@ -42,6 +42,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
         }
 
     ahead = forward_tokens_ahead(options, shape, quant, targets)
+    reads = weight_reads_ahead(options, shape, quant, targets)
     window = options.measurement.window
     copies = ranks.window_bytes([SMALLEST_PAIR] * geometry.num_layers, window)
     return {
@@ -59,6 +60,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
         "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],
         "forward_tokens": {**ahead, "total": sum(ahead.values())},
+        **({"weight_reads": {**reads, "total": sum(reads.values())}} if options.stream else {}),
     }
 
 
@@ -75,8 +77,14 @@ def dry_run_lines(facts: dict[str, Any]) -> list[str]:
     if text := rank_text(facts["tp_size"], facts["pp_size"]):
         lines.append(f"bytes and tokens are those{text}")
     lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in facts["budgets"]]
-    work = [(f"  {name}", count(tokens)) for name, tokens in facts["forward_tokens"].items()]
-    return [*lines, "\nforward tokens, at most:", *Table(("", ""), work).lines()]
+    lines += ["\nforward tokens, at most:", *_work(facts["forward_tokens"])]
+    if "weight_reads" in facts:
+        lines += ["\nreads of all layers from their files, at most:", *_work(facts["weight_reads"])]
+    return lines
+
+
+def _work(ahead: Mapping[str, int]) -> list[str]:
+    return Table(("", ""), [(f"  {name}", count(number)) for name, number in ahead.items()]).lines()
 
 
 def _sizes(facts: dict[str, Any]) -> Table:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvtuner.calibration.auto_settings.scale_layouts import LayoutComparison, compare_layouts, undecided_facts
 from kvtuner.calibration.auto_settings.window_lengths import LengthComparison, compare_lengths
 from kvtuner.calibration.corpus import load_corpus
+from kvtuner.calibration.forward.streamed_layers import streamed_layers_of
 from kvtuner.calibration.model_loading import ModelShape, load_model, read_shape
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
@@ -145,7 +146,8 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         """Time and count one phase."""
         say(f"{name} ...")
-        counter = self.bench.chain.count
+        counter, streamed = self.bench.chain.count, streamed_layers_of(self.bench.chain.model)
+        loads = 0 if streamed is None else streamed.num_loads
         before, start, processor = counter.layer_tokens, time.monotonic(), time.process_time()
         per_pass = len(self.bench.chain.layers) * self.bench.corpus.splits["calibrate"].shape[1]
 
@@ -159,7 +161,11 @@ class Phases:
         seconds = time.monotonic() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         took = {"seconds": round(seconds, 2), "processor_seconds": round(time.process_time() - processor, 2)}
-        self.folder.log("phase", name=name, forward_passes=round(passes, 2), **took)
+        reads = None if streamed is None else (streamed.num_loads - loads) / len(self.bench.chain.layers)
+        self.folder.log(
+            "phase", name=name, forward_passes=round(passes, 2), **took,
+            **({} if reads is None else {"weight_reads": round(reads, 2)}),
+        )  # fmt: skip
         say(f"{name}: {passes:.1f} forward passes, {seconds:.1f} s")
 
 

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.auto_settings.window_lengths import lengths_for
+from kvtuner.calibration.forward.streamed_layers import SEQUENCES_AT_ONCE
 from kvtuner.calibration.isolated_kl import MEASURED_TRANSFORMS, isolated_sequences
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.scale_words import competing_layouts
 from kvtuner.progress.bar import ProgressBar
+from kvtuner.tuner.objective import RACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,9 +41,8 @@ def forward_tokens_ahead(
     layers = shape.geometry.num_layers
     widths = quant.widths
     sides = shape.geometry.sides
-    isolated = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in sides)
-    sequences = isolated_sequences(layers, source.num_sequences[0])
-    schemes = 2 * len(uniform_pairs(widths, shape.geometry)) + 2
+    isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
+    schemes = _validated_schemes(shape, quant)
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
     lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
@@ -62,6 +63,48 @@ def forward_tokens_ahead(
         # Every scheme at small and at large position offsets.
         ahead["validation"] = 2 * report * (schemes + len(targets))
     return ahead
+
+
+def weight_reads_ahead(
+    options: CalibrateOptions, shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]
+) -> dict[str, int]:
+    """How often each part of a model that is streamed reads all of its layers, at most.
+
+    All sequences pass a layer together, `SEQUENCES_AT_ONCE` at a time, but runs that depend on each other do not.
+    """
+    source = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
+    calibrate, select, report = (-(-count // SEQUENCES_AT_ONCE) for count in source.num_sequences)
+    sides, widths = shape.geometry.sides, quant.widths
+    isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
+    together = -(-isolated * shape.geometry.num_layers * sequences // SEQUENCES_AT_ONCE)
+    layouts = 2 * (len(widths) - 1) * len(competing_layouts(options.measurement, shape))
+    lengths = lengths_for(source.sequence_length) if options.measurement.residual_length == "auto" else ()
+    ahead = {
+        **({"window length": calibrate * (3 + 2 * len(lengths))} if lengths else {}),
+        **({"scale layouts": calibrate * (3 + layouts)} if layouts else {}),
+        "statistics": calibrate,
+        "candidates": 3 * calibrate,  # up, down, and the last layers
+        "isolated KL": 1 + together if options.measurement.score == "kl" else 0,
+    }
+    if isinstance(options, SearchOptions):
+        trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
+        ahead["uniform table"] = select * (1 + (len(widths) + 1) ** len(sides))
+        of_trial = max(select, min(source.num_sequences[1], 1 + len(RACE)))
+        ahead["refinement" if targets[0].pairs is None else "hand-written"] = select + trials * of_trial
+        ahead["validation"] = 2 * report * (_validated_schemes(shape, quant) + len(targets) + 1)
+    return ahead
+
+
+def _isolated_runs(num_sequences: int, shape: ModelShape, quant: QuantizationOptions) -> tuple[int, int]:
+    """The candidates of a layer with isolated KL, at most, and the sequences that each is measured on."""
+    sides = shape.geometry.sides
+    candidates = sum(min(MEASURED_TRANSFORMS, len(quant.transform_names(side))) for side in sides)
+    return candidates, isolated_sequences(shape.geometry.num_layers, num_sequences)
+
+
+def _validated_schemes(shape: ModelShape, quant: QuantizationOptions) -> int:
+    """The schemes that are validated beside profiles."""
+    return 2 * len(uniform_pairs(quant.widths, shape.geometry)) + 2
 
 
 def phases_ahead(

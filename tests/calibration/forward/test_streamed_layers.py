@@ -71,6 +71,17 @@ def test_a_search_writes_the_profile_of_the_model_in_memory(run: RunCommand, tmp
         assert status == 0, stderr
     whole, streamed = ((tmp_path / name / "profile.json").read_bytes() for name in ("whole", "streamed"))
     assert streamed == whole
+    # The dry run counts how often the layers are read, at most; the phases record how often they were.
+    status, stdout, _ = run("search", *common, "--stream", "--dry-run", "--json", "--out", tmp_path / "dry")
+    ahead = json.loads(stdout)["weight_reads"]
+    calibration = sum(ahead[part] for part in ("statistics", "candidates", "isolated KL"))
+    most = {**ahead, "calibration": calibration, "refinement 3bit": ahead["refinement"]}
+    events = [json.loads(line) for line in (tmp_path / "streamed/events.jsonl").read_text().splitlines()]
+    took = {event["name"]: event["weight_reads"] for event in events if event["event"] == "phase"}
+    assert set(took) == {"scale layouts", "calibration", "uniform table", "refinement 3bit", "validation"}
+    assert all(reads <= most[name] for name, reads in took.items())
+    assert all(took[name] == most[name] for name in ("scale layouts", "uniform table", "validation"))
+    assert ahead["total"] == sum(number for name, number in ahead.items() if name != "total")
 
 
 def test_sequences_that_run_together_pass_each_layer_once(model_folder: ModelFolder) -> None:
