@@ -114,7 +114,7 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def by_workers(out: Path, counts: list[int], repeats: int) -> list[dict[str, Any]]:
     """Wall seconds of whole searches by their number of processes, loading included."""
-    sizes = {**BASE, "layers": 16, "width": 256, "length": 256}
+    sizes = {**BASE, "layers": 16, "width": 256, "length": 512}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(repeats):
         for count in counts:
