@@ -207,7 +207,7 @@ def _layer(text: Any, layer_id: int, kind: LayerKind) -> LayerGeometry:
     if kind.name != "window":
         return LayerGeometry(kind, *read_heads(text, layer_id))
     num_heads, num_kv_heads, *channels = read_heads(text, layer_id, "swa_")
-    is_doubled = text.model_type in _TWICE_IN_WINDOWS and not hasattr(text, "swa_num_key_value_heads")
+    is_doubled = getattr(text, "model_type", None) in _TWICE_IN_WINDOWS and not hasattr(text, "swa_num_key_value_heads")
     return LayerGeometry(kind, num_heads, 2 * num_kv_heads if is_doubled else num_kv_heads, *channels)
 
 

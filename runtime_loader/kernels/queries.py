@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps_to_queries
-from kvtuner.runtime_loader.kernels.unpack_codes import factor_of, fp16_saturated, offset_step
+from kvtuner.runtime_loader.kernels.unpack_codes import factor_of, fp16_saturated, offset_step, power_of_two
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def prepare_queries(
 ):  # fmt: skip
     """Write the queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
     wait_for_kernel_before(DEPENDENT)
-    TILE: tl.constexpr = triton.next_power_of_2(GQA)
+    TILE: tl.constexpr = power_of_two(GQA)
     query = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     in_group = tl.arange(0, TILE)  # [TILE]

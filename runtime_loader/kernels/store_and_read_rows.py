@@ -23,6 +23,7 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     fp16_saturated,
     offset_step,
+    power_of_two,
     scale_and_minimum,
     scale_and_zero_point,
     slots_of,
@@ -52,7 +53,7 @@ def _load_transformed(
     STEPS: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of one head in stored space, [SLOTS * places, TOKENS, SPREAD] as `store_side` has them."""
-    if triton.next_power_of_2(DIM) != DIM:
+    if power_of_two(DIM) != DIM:
         x_ptrs = x_ptr + tokens[:, None] * x_stride_t + tl.arange(0, SPREAD)[None, :]  # [TOKENS, SPREAD]
         y = load_spread(x_ptrs, mask_tokens[:, None], head, mu_ptr, inverse_ptr, STEPS, DIM, SLOTS)
     elif mixes_channels(STEPS):
@@ -195,7 +196,7 @@ def store_side(
         SLOTS: tl.constexpr = slots_of(BITS)
         UNITS: tl.constexpr = DIM // SLOTS
         SPREAD: tl.constexpr = UNITS if PADDED == DIM else spread_of(UNITS)
-        PLACES: tl.constexpr = triton.next_power_of_2(UNITS // SPREAD)
+        PLACES: tl.constexpr = power_of_two(UNITS // SPREAD)
         y = _load_transformed(
             x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head, STEPS, DIM, SLOTS, SPREAD, TOKENS
         )  # [SLOTS * PLACES, TOKENS, SPREAD]

@@ -11,7 +11,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.unpack_codes import for_each
+from kvtuner.runtime_loader.kernels.unpack_codes import for_each, power_of_two
 
 KERNEL_STEPS: Final = ("centered", "balanced", "hadamard")
 """The steps that the three functions of this module take."""
@@ -204,7 +204,7 @@ def _reversed(index, count):
 @triton.jit
 def _padded_part(index, parts, PLACES: tl.constexpr, COUNT: tl.constexpr):
     """The part of a place, [ROWS, LANES, 1], in the order that joins undo; zeros behind the PLACES of each slot."""
-    PADDED: tl.constexpr = triton.next_power_of_2(PLACES)
+    PADDED: tl.constexpr = power_of_two(PLACES)
     AT: tl.constexpr = _reversed(index, COUNT)
     if AT % PADDED < PLACES:
         part = parts[AT // PADDED * PLACES + AT % PADDED]
@@ -224,7 +224,7 @@ def load_spread(
     """
     SPREAD: tl.constexpr = x_ptrs.shape[1]
     COUNT: tl.constexpr = DIM // SPREAD
-    PADDED: tl.constexpr = SLOTS * triton.next_power_of_2(COUNT // SLOTS)
+    PADDED: tl.constexpr = SLOTS * power_of_two(COUNT // SLOTS)
     STAGES: tl.constexpr = _stages_of(DIM)
     LANE_STAGES: tl.constexpr = _stages_of(SPREAD)
     lane = tl.arange(0, SPREAD)[None, :]  # [1, SPREAD]

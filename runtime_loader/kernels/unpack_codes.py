@@ -24,6 +24,12 @@ def slots_of(bits):
 
 
 @triton.constexpr_function
+def power_of_two(number):
+    """Return the least power of two that is at least a positive number; SGLang's replaces Triton's, for hosts alone."""
+    return 1 << (number - 1).bit_length()
+
+
+@triton.constexpr_function
 def words_at(heads, units, bits, word_bits):
     """Return the place of a row's first scale word, in words, as `words_offset` does in bytes."""
     code_bytes, word_bytes = heads * units * (3 if bits == 3 else 2), word_bits // 8

@@ -34,7 +34,11 @@ EXACT, CHAOTIC = 1e-3, 1e-2
 """Tolerances in nats of a mean over these positions. With noise of 1e-6 in keys and values some codes of 2 bits differ,
 and the transformers cache's own mean changes by up to 3e-3 (the rough profile's is 4.75, the unquantized model's 1.81).
 """
-SCORING = ("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS))
+SEQUENCES = (4, 12, 12)
+SCORING = (
+    *("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS)),
+    *("--sequences", ",".join(map(str, SEQUENCES))),
+)
 QUESTIONS = ("--problems", "5", "--questions", "3")
 FEW = ("--lengths", "150", *QUESTIONS)
 
@@ -106,7 +110,7 @@ def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
     assert status == 0
     assert accuracies(openai, "bf16") == exact
     assert (openai["host"]["kind"], openai["host"]["hit_share"]) == ("openai", None)
-    assert {cell["flag"] for cell in openai["cells"]} == {"unread"}, "this one does not say what it found"
+    assert {cell["flag"] for cell in openai["cells"]} - {"floor"} == {"unread"}, "this one does not say what it found"
 
 
 def test_servers_that_serve_something_else_are_refused(served: tuple[str, ...], evaluate: Evaluate) -> None:
@@ -173,7 +177,7 @@ def test_likelihoods_of_servers_are_those_of_transformers(
     for cell in found["cells"]:
         assert (cell["units"], cell["count"], cell["flag"]) == (SCORED, SCORED * POSITIONS, None)
     tokenizer = load_tokenizer(ModelSource("demo"))
-    ids = load_corpus(CorpusSource(num_sequences=(4, 12, 12)), tokenizer).splits["report"][:SCORED]
+    ids = load_corpus(CorpusSource(num_sequences=SEQUENCES), tokenizer).splits["report"][:SCORED]
     exact = log_probs(None, ids)
     means = likelihoods(found)
     for scheme, profile in (("bf16", None), ("profile", load_profile(rough)), ("K8V8", load_profile(fine))):
