@@ -188,8 +188,9 @@ class BudgetSearch:
         So its trials are the same however many workers there are. If that worker ends, another one goes on.
         """
         options, studies = self.run.options, list[StudyResult]()
-        limit = [] if options.time_limit is None else [options.time_limit]
-        identity = sha256_of([options.storage, options.refinement_trials, *limit, self._identity(target)])
+        is_limited = options.time_limit is not None
+        limits = [options.refinement_trials, *([options.time_limit] if is_limited else [])]
+        identity = sha256_of([options.storage, *limits, self._identity(target)])
         ended = Journal(self.run.folder, REFINEMENTS, identity)
 
         def propose(keys: Sequence[str]) -> None:
@@ -198,7 +199,7 @@ class BudgetSearch:
 
         share_keys(self.run.folder, ended, REFINEMENTS, [target.name], propose, meanwhile=self.objective.help)
         # Where another worker proposed, its trials are all there are, however few a time limit left.
-        return studies[0] if studies else self._refine(target, constraint, space, warm, lambda: bool(limit))
+        return studies[0] if studies else self._refine(target, constraint, space, warm, lambda: is_limited)
 
     def _is_over(self, target: SearchTarget) -> Callable[[], bool]:
         """Whether the refinement's time has passed; says what it has."""

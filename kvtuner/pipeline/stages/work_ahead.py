@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.pipeline.options import MeasurementOptions
     from kvtuner.pipeline.stages.search_targets import SearchTarget
 
 REFRESH_S: Final = 1.0
@@ -43,9 +44,8 @@ def forward_tokens_ahead(
     sides = shape.geometry.sides
     isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
     schemes = _validated_schemes(shape, quant)
-    # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
-    layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
-    lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
+    # Beside them the exact model runs once for its statistics and once for its predictions.
+    layouts, lengths = _compared_settings(measurement, shape, quant, source.sequence_length)
     ahead = {
         **({"window length": calibrate * (2 + 2 * len(lengths))} if lengths else {}),
         **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
@@ -56,7 +56,7 @@ def forward_tokens_ahead(
         else 0,
     }
     if isinstance(options, SearchOptions):
-        trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
+        trials = _trials_of(options, targets)
         # The widths of keys, 16 bits among them, by those of values; a latent has one.
         ahead["uniform table"] = select * (len(widths) + 1) ** len(sides)
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
@@ -77,8 +77,7 @@ def weight_reads_ahead(
     sides, widths = shape.geometry.sides, quant.widths
     isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
     together = -(-isolated * shape.geometry.num_layers * sequences // SEQUENCES_AT_ONCE)
-    layouts = 2 * (len(widths) - 1) * len(competing_layouts(options.measurement, shape))
-    lengths = lengths_for(source.sequence_length) if options.measurement.residual_length == "auto" else ()
+    layouts, lengths = _compared_settings(options.measurement, shape, quant, source.sequence_length)
     ahead = {
         **({"window length": calibrate * (3 + 2 * len(lengths))} if lengths else {}),
         **({"scale layouts": calibrate * (3 + layouts)} if layouts else {}),
@@ -87,12 +86,25 @@ def weight_reads_ahead(
         "isolated KL": 1 + together if options.measurement.score == "kl" else 0,
     }
     if isinstance(options, SearchOptions):
-        trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
+        trials = _trials_of(options, targets)
         ahead["uniform table"] = select * (1 + (len(widths) + 1) ** len(sides))
         of_trial = max(select, min(source.num_sequences[1], 1 + len(RACE)))
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select + trials * of_trial
         ahead["validation"] = 2 * report * (_validated_schemes(shape, quant) + len(targets) + 1)
     return ahead
+
+
+def _compared_settings(
+    measurement: MeasurementOptions, shape: ModelShape, quant: QuantizationOptions, sequence_length: int
+) -> tuple[int, Sequence[int]]:
+    """The runs that compare scale layouts, two at each width below 8 for a side, and the lengths of windows."""
+    layouts = 2 * (len(quant.widths) - 1) * len(competing_layouts(measurement, shape))
+    return layouts, lengths_for(sequence_length) if measurement.residual_length == "auto" else ()
+
+
+def _trials_of(options: SearchOptions, targets: Sequence[SearchTarget]) -> int:
+    """The configurations that the select split measures for all targets, at most."""
+    return sum(1 if target.constraint is None else options.refinement_trials for target in targets)
 
 
 def _isolated_runs(num_sequences: int, shape: ModelShape, quant: QuantizationOptions) -> tuple[int, int]:
