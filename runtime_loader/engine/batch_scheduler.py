@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import RequestError
@@ -80,13 +81,17 @@ class BatchScheduler:
 
     def schedule(self) -> list[tuple[Generation, int]]:
         """The requests of the next step with their number of new tokens, those that decode first."""
-        decoding = []
-        for generation in list(self.running):  # oldest first, so that none in the list is retracted any more
-            if generation.slot is not None and generation.decodes and self._grow(generation):
+        decoding, prefilling = [], []
+        for generation in list(self.running):  # oldest first, so that none in the lists is retracted any more
+            if generation.slot is None:
+                continue
+            if not generation.decodes:
+                prefilling.append(generation)
+            elif self._grow(generation):
                 decoding.append((generation, 1))
         budget = self._chunk_tokens
         chunks: list[tuple[Generation, int]] = []
-        for generation in self._prefilling():
+        for generation in chain(prefilling, self._admitted()):
             whole = generation.num_chunk
             if whole > budget and chunks:
                 break
@@ -144,12 +149,11 @@ class BatchScheduler:
             self._allocator.release(pages)
         self._pinned.clear()
 
-    def _prefilling(self) -> Iterator[Generation]:
-        """The requests that prefill: those that run, by age, and then each that is admitted, once there is its turn.
+    def _admitted(self) -> Iterator[Generation]:
+        """The requests that prefill once they are admitted, each when there is its turn.
 
         Whoever is admitted late finds more in the prefix cache.
         """
-        yield from [each for each in self.running if not each.decodes]
         while self.waiting and self._slots and self._admit(self.waiting[0]):
             generation = self.waiting.pop(0)
             insort(self.running, generation, key=lambda each: each.number)
@@ -218,7 +222,7 @@ class BatchScheduler:
 
     def _grow(self, generation: Generation) -> bool:
         """Give a request the page of its next token; False where it was retracted."""
-        if len(generation.pages) == self._pages_of(generation.num_stored + 1):
+        if generation.num_stored < len(generation.pages) * self._page_size:
             return True
         while not self._make_room(1):
             youngest = self.running[-1]

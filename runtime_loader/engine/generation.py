@@ -94,8 +94,7 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What a step added to an answer.
 
     Attributes:
@@ -186,7 +185,8 @@ class Generation:
     @property
     def decodes(self) -> bool:
         """Whether the newest token of the answer is all that is missing."""
-        return self.num_missing == 1 and len(self.tokens) > self.num_prompt
+        num_tokens = len(self.tokens)
+        return num_tokens - self.num_stored == 1 and num_tokens > self.num_prompt
 
     @property
     def num_chunk(self) -> int:

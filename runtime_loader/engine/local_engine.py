@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
 
 from kvtuner.errors import RequestError
 from kvtuner.geometry import ModelGeometry
@@ -16,16 +19,10 @@ from kvtuner.runtime_loader.engine.model_runner import ModelRunner
 from kvtuner.runtime_loader.engine.page_allocator import PageAllocator
 from kvtuner.runtime_loader.engine.paged_pool import PagedPool, PoolShape
 from kvtuner.runtime_loader.engine.prefix_tree import PrefixTree
-from kvtuner.runtime_loader.engine.served_model import (
-    context_length_of,
-    device_of,
-    ends_of,
-    formats_of,
-    tokens_of,
-)
+from kvtuner.runtime_loader.engine.served_model import context_length_of, device_of, ends_of, formats_of, tokens_of
 from kvtuner.runtime_loader.engine.step_attention import choose_attention
 from kvtuner.runtime_loader.engine.step_batch import StepBatch, kept_tokens
-from kvtuner.runtime_loader.engine.text_stream import TextStream
+from kvtuner.runtime_loader.engine.text_stream import KeptTexts, TextStream
 from kvtuner.runtime_loader.engine.token_sampler import generator_of, sample, token_logprobs
 
 if TYPE_CHECKING:
@@ -83,7 +80,7 @@ class LocalEngine:
         self._ends = ends_of(model, tokenizer)
         self._generations: dict[str, Generation] = {}
         self._numbers = itertools.count()
-        self._token_texts: dict[tuple[int, bool], str] = {}
+        self._texts: KeptTexts = {}
         self._num_steps = self._num_prompt_tokens = self._num_answer_tokens = 0
 
     def __enter__(self) -> Self:
@@ -217,7 +214,7 @@ class LocalEngine:
             len(tokens) + (room if sampling.max_tokens is None else num_asked),
             sampling,
             first_position=first_position,
-            text=None if self.tokenizer is None else TextStream(self.tokenizer, sampling, self._token_texts),
+            text=None if self.tokenizer is None else TextStream(self.tokenizer, sampling, self._texts),
             generator=generator_of(sampling, self.pool.device),
         )
 
@@ -251,22 +248,28 @@ class LocalEngine:
         """Leave all that is pinned to eviction again."""
         self._scheduler.unpin_all()
 
+    @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Run one forward of what is due, and return what it added to answers."""
         scheduled = self._scheduler.schedule()
         if not scheduled:
             return []
         kept, rows = kept_tokens(scheduled)
-        logits = self._runner.run(StepBatch.of(self.pool, scheduled, kept, self.options.attend))
+        reads_pages = self._attention.reads_pages
+        step = StepBatch.of(self.pool, scheduled, kept, self.options.attend, with_pages=reads_pages)
+        logits = self._runner.run(step)
         self._num_steps += 1
         due, deltas = [], []
         for (generation, new), of_kept in zip(scheduled, rows, strict=True):
-            self._num_prompt_tokens += 0 if generation.decodes else new
-            self._note_prompt(generation, new, logits[of_kept])
+            if not generation.decodes:
+                self._num_prompt_tokens += new
+                self._note_prompt(generation, new, logits[of_kept])
             self._scheduler.stored(generation, new)
-            if generation.num_missing == 0 and len(generation.tokens) == generation.most_tokens:
+            if generation.num_missing:
+                continue
+            if len(generation.tokens) == generation.most_tokens:
                 deltas.append(self._finish(generation, "length"))
-            elif generation.num_missing == 0:
+            else:
                 due.append((generation, of_kept.stop - 1))
         return deltas + self._answer(due, logits)
 
@@ -289,20 +292,20 @@ class LocalEngine:
         if len(due) < len(logits):
             logits = logits[[row for _, row in due]]
         highest, likeliest = logits.max(-1)  # the highest is NaN where any is
-        is_finite = highest.isfinite().tolist()
-        tokens = likeliest.tolist()
-        for row, generation in enumerate(generations):
-            if is_finite[row] and not generation.sampling.is_plain:
-                tokens[row] = sample(generation, logits[row : row + 1])
         deltas = []
-        for row, (generation, token) in enumerate(zip(generations, tokens, strict=True)):
-            if not is_finite[row]:
+        for row, (generation, logit, token) in enumerate(
+            zip(generations, highest.tolist(), likeliest.tolist(), strict=True)
+        ):
+            if not isfinite(logit):
                 generation.error = "the model gives NaN or infinity; run it in a wider dtype"
                 deltas.append(self._finish(generation, "error"))
                 continue
+            sampling = generation.sampling
+            if not sampling.is_plain:
+                token = sample(generation, logits[row : row + 1])
+            if sampling.logprobs is not None:
+                generation.logprobs += token_logprobs(logits[row : row + 1], [token], sampling.logprobs)
             self._num_answer_tokens += 1
-            if generation.sampling.logprobs is not None:
-                generation.logprobs += token_logprobs(logits[row : row + 1], [token], generation.sampling.logprobs)
             deltas.append(self._push(generation, token))
         return deltas
 

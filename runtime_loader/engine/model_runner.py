@@ -70,17 +70,17 @@ class ModelRunner:
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run(self, step: StepBatch) -> Tensor:
-        """The logits of the tokens that the step keeps, float32 [kept, vocab_size]."""
+        """The logits of the tokens that the step keeps, float32 [kept, vocab_size]; to be called in inference mode."""
         self._pool.forget_former_requests()
-        selected = {"logits_to_keep": step.kept} if self._selects_logits else {}
+        selects = self._selects_logits and step.kept is not None
+        selected = {"logits_to_keep": step.kept} if selects else {}
         reset = _attending.set(_Attending(step, self._step_attention))
         try:
-            with torch.inference_mode():
-                output = self._model(step.input_ids, position_ids=step.positions, use_cache=False, **selected)
+            output = self._model(step.input_ids, position_ids=step.positions, use_cache=False, **selected)
         finally:
             _attending.reset(reset)
         logits: Tensor = output.logits[0]
-        return (logits if self._selects_logits else logits[step.kept]).float()
+        return (logits if selects or step.kept is None else logits[step.kept]).float()
 
     def close(self) -> None:
         """Give the model the attention back that it had."""

@@ -84,7 +84,7 @@ class PoolShape:
 
 
 class PagedPool:
-    """A pool of `num_pages` pages, and the table of pages by request slot."""
+    """A pool of `num_pages` pages, and the table of token slots by request slot."""
 
     def __init__(self, shape: PoolShape, num_pages: int, device: torch.device) -> None:
         self.shape, self.num_pages, self.device = shape, num_pages, device
@@ -93,7 +93,9 @@ class PagedPool:
             tuple(PackedRows.zeros(side, slots, shape.dtype, device) for side in (layer.k, layer.v))
             for layer in shape.layers
         ]
-        self.page_table = np.zeros((shape.max_requests, shape.pages_per_request), dtype=np.int32)  # on the host
+        # On the host, whose memory takes no bytes of what nobody has written.
+        self._table = np.zeros((shape.max_requests, shape.pages_per_request * shape.page_size), dtype=np.int64)
+        self._of_page = np.arange(shape.page_size)
         self._copies: ExactRings | None = None
         if shape.window.num_tokens:
             self._copies = ExactRings(
@@ -135,21 +137,26 @@ class PagedPool:
             self._copies.copy(source, target)
         size = self.shape.page_size
         if rest := num_tokens % size:
-            old, new = (int(self.page_table[slot, num_tokens // size]) * size for slot in (source, target))
+            old, new = (int(self._table[slot, num_tokens - rest]) for slot in (source, target))
             for side in (side for layer in self.layers for side in layer):
                 side.rows[new : new + rest] = side.rows[old : old + rest]
 
     def set_pages(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Write pages of the request in a slot to the table, from its page number `start` on."""
-        self.page_table[slot, start : start + len(pages)] = pages
+        size = self.shape.page_size
+        slots = np.array(pages, dtype=np.int64)[:, None] * size + self._of_page
+        self._table[slot, start * size : (start + len(pages)) * size] = slots.ravel()
+
+    def pages(self, requests: Sequence[int], longest: int) -> NDArray[np.int32]:
+        """The pages of the first `longest` tokens of some request slots, [requests, pages]."""
+        size = self.shape.page_size
+        return (self._table[requests, :longest:size] // size).astype(np.int32)
 
     def forget_former_requests(self) -> None:
         """Empty the copies of request slots that were given to other requests, before their first step."""
         if self._copies is not None:
             self._copies.forget_former_requests(self._generations)
 
-    def token_slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The token slots of positions of the requests in some request slots; both are [tokens]."""
-        pages, within = np.divmod(positions, self.shape.page_size)
-        slots: NDArray[np.int64] = self.page_table[requests, pages] * np.int64(self.shape.page_size) + within
-        return slots
+    def token_slots(self, request: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The token slots of some positions of the request in a request slot."""
+        return self._table[request, start:stop]

@@ -76,6 +76,7 @@ class SglKernelAttention:
     """
 
     name = "sgl_kernel"
+    reads_pages = True
 
     def __init__(self, pool: PagedPool, flash: Callable[..., Any]) -> None:
         self._pool, self._flash = pool, flash
@@ -94,12 +95,13 @@ class SglKernelAttention:
         return self._attend(layer, q, k, v, part, scores)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, part: StepPart, scores: ScoreScaling) -> Tensor:
+        assert part.paged is not None
         keys, values = self._pool.sides(layer)
         keys.write(part.new_slots, k)
         values.write(part.new_slots, v)
         output = self._flash(
-            q=q.contiguous(), k_cache=self._pages(keys), v_cache=self._pages(values), cache_seqlens=part.lengths.int(),
-            page_table=part.pages.contiguous(), cu_seqlens_q=part.tokens.int(), max_seqlen_q=part.longest,
+            q=q.contiguous(), k_cache=self._pages(keys), v_cache=self._pages(values), cache_seqlens=part.paged.lengths,
+            page_table=part.paged.pages, cu_seqlens_q=part.tokens.int(), max_seqlen_q=part.longest,
             softmax_scale=scores.scale, causal=True, softcap=scores.logit_cap,
         )  # fmt: skip
         if not isinstance(output, torch.Tensor):

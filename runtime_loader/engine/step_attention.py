@@ -37,10 +37,11 @@ class StepAttention(Protocol):
 
     Queries are [tokens, num_heads, head_dim], keys [tokens, num_kv_heads, head_dim], values [tokens, num_kv_heads,
     v_head_dim], of the part's new tokens side by side. The result is [tokens, num_heads, v_head_dim] in the dtype of
-    queries.
+    queries. `reads_pages` says whether parts have to have their pages.
     """
 
     name: str
+    reads_pages: bool
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, part: StepPart, scores: ScoreScaling) -> Tensor:
         """Store chunks of new tokens; they attend to what is stored before them and, causally, to one another."""
@@ -54,6 +55,8 @@ class RowAttention:
 
     A chunk that reads of itself what its rows give back reads its exact window all the same.
     """
+
+    reads_pages = False
 
     def __init__(self, pool: PagedPool, attention: PackedAttention, num_heads: int) -> None:
         self.name = attention.name

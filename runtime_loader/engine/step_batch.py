@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, repeat
+from operator import add
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from kvtuner.runtime_loader.packed_attention import ExtendBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.engine.engine_options import EngineAttend
     from kvtuner.runtime_loader.engine.generation import Generation
     from kvtuner.runtime_loader.engine.paged_pool import PagedPool
+
+
+@dataclass(frozen=True, slots=True)
+class PagedReads:
+    """What requests read, by pages.
+
+    Attributes:
+        lengths: The tokens of each request with the new ones, int32 [requests].
+        pages: The pages of each request, int32 [requests, pages of the longest].
+    """
+
+    lengths: Tensor
+    pages: Tensor
+
+    @classmethod
+    def of(cls, pool: PagedPool, requests: Sequence[int], lengths: Sequence[int]) -> PagedReads:
+        """What the requests in some request slots read, of so many tokens each."""
+        pages = torch.from_numpy(pool.pages(requests, max(lengths)))
+        return cls(torch.tensor(lengths, dtype=torch.int32, device=pool.device), pages.to(pool.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +53,7 @@ class StepPart:
         reads: int64 [requests + 1]; and reads the token slots ``read_slots[reads[r]:reads[r + 1]]``: those before its
             chunk, or all, the new one included, where it decodes.
         read_slots: The token slots of all requests, one after the other, int64.
-        lengths: The tokens of each request with the new ones, int64 [requests].
-        pages: The pages of each request, int32 [requests, pages of the longest].
+        paged: The same by pages; None unless the attention reads pages.
         longest: The most new tokens of a request.
         is_decoding: Whether each has one new token of its answer, which reads itself as it is stored.
         reads_stored: Whether a chunk reads of itself what its rows give back.
@@ -45,44 +64,92 @@ class StepPart:
     new_slots: Tensor
     reads: Tensor
     read_slots: Tensor
-    lengths: Tensor
-    pages: Tensor
+    paged: PagedReads | None
+    longest: int
+    is_decoding: bool
+    reads_stored: bool
+
+    @property
+    def bounds(self) -> ExtendBounds:
+        """The new tokens, and the slots before them, as `PackedAttention.extend` takes them."""
+        return ExtendBounds(self.tokens, self.reads, self.read_slots, self.longest)
+
+
+class _HostNumbers:
+    """The numbers of a step on the host, which go to the device in two copies: those of Python, and token slots.
+
+    Calls of NumPy and torch are few: between two forwards of a model a processor's caches have lost their code, so that
+    a call takes longer than its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._ints: list[int] = []
+        self._slots: list[NDArray[np.int64]] = []
+        self._num_slots = 0
+
+    def add(self, ints: Iterable[int]) -> slice:
+        """Put numbers behind the others; returns where they are."""
+        start = len(self._ints)
+        self._ints += ints
+        return slice(start, len(self._ints))
+
+    def add_slots(self, slots: Iterable[NDArray[np.int64]], count: int) -> slice:
+        """Put so many token slots behind the others; returns where they are."""
+        self._slots += slots
+        self._num_slots += count
+        return slice(self._num_slots - count, self._num_slots)
+
+    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """All numbers and all token slots, int64."""
+        ints, slots = np.array(self._ints, dtype=np.int64), np.concatenate(self._slots)
+        return torch.from_numpy(ints).to(device), torch.from_numpy(slots).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartOnHost:
+    """A part whose numbers are on the host, and where they are."""
+
+    requests: slice
+    tokens: slice
+    new_slots: slice
+    reads: slice
+    read_slots: slice
+    paged: PagedReads | None
     longest: int
     is_decoding: bool
     reads_stored: bool
 
     @classmethod
     def of(
-        cls, pool: PagedPool, chunks: Sequence[tuple[Generation, int]], *, is_decoding: bool, reads_stored: bool
-    ) -> StepPart:
+        cls, pool: PagedPool, chunks: Sequence[tuple[Generation, int]], numbers: _HostNumbers, kind: tuple[bool, bool],
+        *, with_pages: bool,
+    ) -> _PartOnHost:  # fmt: skip
         """The part of some requests with so many new tokens each."""
-        # In NumPy on the host, whose calls take a third of the time of torch's on as few numbers as a step has.
-        requests = np.array([generation.slot for generation, _ in chunks])
-        past = np.array([generation.num_stored for generation, _ in chunks])
-        new = np.array([count for _, count in chunks])
-        ends = past + new
+        is_decoding, reads_stored = kind
+        requests = [generation.slot or 0 for generation, _ in chunks]
+        past = [generation.num_stored for generation, _ in chunks]
+        new = [count for _, count in chunks]
+        ends = list(map(add, past, new))
         read = ends if is_decoding else past
-
-        def on_device(array: NDArray[np.int64]) -> Tensor:
-            return torch.from_numpy(array).to(pool.device)
-
+        bounds, bounds_of_read = list(accumulate(new, initial=0)), list(accumulate(read, initial=0))
         return cls(
-            on_device(requests),
-            on_device(_bounds(new)),
-            on_device(pool.token_slots(*_positions(requests, past, new))),
-            on_device(_bounds(read)),
-            on_device(pool.token_slots(*_positions(requests, np.zeros_like(past), read))),
-            on_device(ends),
-            torch.from_numpy(pool.page_table[requests, : -(-int(ends.max()) // pool.shape.page_size)]).to(pool.device),
-            int(new.max()),
+            numbers.add(requests),
+            numbers.add(bounds),
+            numbers.add_slots(map(pool.token_slots, requests, past, ends), bounds[-1]),
+            numbers.add(bounds_of_read),
+            numbers.add_slots(map(pool.token_slots, requests, repeat(0), read), bounds_of_read[-1]),
+            PagedReads.of(pool, requests, ends) if with_pages else None,
+            max(new),
             is_decoding,
             reads_stored,
         )
 
-    @property
-    def bounds(self) -> ExtendBounds:
-        """The new tokens, and the slots before them, as `PackedAttention.extend` takes them."""
-        return ExtendBounds(self.tokens, self.reads, self.read_slots, self.longest)
+    def on_device(self, ints: Tensor, slots: Tensor) -> StepPart:
+        """The part, of all numbers of its step."""
+        return StepPart(
+            ints[self.requests], ints[self.tokens], slots[self.new_slots], ints[self.reads], slots[self.read_slots],
+            self.paged, self.longest, self.is_decoding, self.reads_stored,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +160,19 @@ class StepBatch:
         input_ids: int64 [1, tokens].
         positions: int64 [1, tokens].
         parts: The requests that attend alike, in the order of their tokens.
-        kept: The places of the tokens whose logits are asked for, int64.
+        kept: The places of the tokens whose logits are asked for, int64; None for all.
     """
 
     input_ids: Tensor
     positions: Tensor
     parts: tuple[StepPart, ...]
-    kept: Tensor
+    kept: Tensor | None
 
     @classmethod
     def of(
-        cls, pool: PagedPool, scheduled: Sequence[tuple[Generation, int]], kept: Sequence[int], attend: EngineAttend
-    ) -> StepBatch:
+        cls, pool: PagedPool, scheduled: Sequence[tuple[Generation, int]], kept: Sequence[int], attend: EngineAttend,
+        *, with_pages: bool,
+    ) -> StepBatch:  # fmt: skip
         """The step of requests with so many new tokens each, those that attend alike side by side."""
 
         def kind(entry: tuple[Generation, int]) -> tuple[bool, bool]:
@@ -113,19 +181,22 @@ class StepBatch:
             is_later = attend == "decode" and generation.num_stored > 0
             return is_decoding, not is_decoding and (attend == "cache" or is_later)
 
+        numbers = _HostNumbers()
         spans = [(generation, generation.num_stored, count) for generation, count in scheduled]
-        tokens = [token for generation, start, count in spans for token in generation.tokens[start : start + count]]
-        firsts = [(generation.first_position + start, count) for generation, start, count in spans]
-        positions = [position for start, count in firsts for position in range(start, start + count)]
-        device = pool.device
+        tokens = numbers.add([token for each, start, count in spans for token in each.tokens[start : start + count]])
+        firsts = [(each.first_position + start, count) for each, start, count in spans]
+        positions = numbers.add([position for start, count in firsts for position in range(start, start + count)])
+        of_kept = numbers.add(kept)
+        on_host = [
+            _PartOnHost.of(pool, list(chunks), numbers, of_kind, with_pages=with_pages)
+            for of_kind, chunks in groupby(scheduled, kind)
+        ]
+        ints, slots = numbers.on_device(pool.device)
         return cls(
-            torch.tensor([tokens], device=device),
-            torch.tensor([positions], device=device),
-            tuple(
-                StepPart.of(pool, list(chunks), is_decoding=is_decoding, reads_stored=reads_stored)
-                for (is_decoding, reads_stored), chunks in groupby(scheduled, kind)
-            ),
-            torch.tensor(kept, dtype=torch.int64, device=device),
+            ints[None, tokens],
+            ints[None, positions],
+            tuple(part.on_device(ints, slots) for part in on_host),
+            ints[of_kept] if len(kept) < tokens.stop else None,
         )
 
 
@@ -144,15 +215,3 @@ def kept_tokens(scheduled: Sequence[tuple[Generation, int]]) -> tuple[list[int],
         kept += range(first + skipped, first + new)
         first += new
     return kept, of_requests
-
-
-def _bounds(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.append(0, counts.cumsum())
-
-
-def _positions(
-    requests: NDArray[np.int64], start: NDArray[np.int64], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The request and the position of each of `counts` tokens from `start` on."""
-    shift = start - counts.cumsum() + counts
-    return requests.repeat(counts), np.arange(counts.sum()) + shift.repeat(counts)

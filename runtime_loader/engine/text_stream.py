@@ -10,6 +10,14 @@ if TYPE_CHECKING:
 UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 """What decoders give for a character whose last bytes are in a token to come."""
 
+MOST_TEXTS: Final = 1 << 16
+"""The most texts that are kept, some 15 MB."""
+MOST_SILENT: Final = 8
+"""Tokens without any text that may still give those behind them another one."""
+KeptTexts = dict[tuple[bool, tuple[int, ...], tuple[int, ...]], str | None]
+"""What was decoded, for all streams of an engine: the text that new tokens add to those before them, None while a
+character is not whole, by whether special tokens are skipped; without new tokens the text of those before."""
+
 
 class TextStream:
     """Text that is delivered once it is sure: no half characters, and nothing that may begin a text to stop at."""
@@ -17,50 +25,72 @@ class TextStream:
     # A token's text depends on what is before it, such as a space that decoders drop at the beginning. So text is the
     # difference of two decoded windows that begin at a place where text was whole.
 
-    def __init__(
-        self, tokenizer: Any, sampling: SamplingParameters, token_texts: dict[tuple[int, bool], str] | None = None
-    ) -> None:
-        """Begin a text; `token_texts` keeps those of single tokens, with or without special ones, for all streams."""
+    def __init__(self, tokenizer: Any, sampling: SamplingParameters, kept: KeptTexts | None = None) -> None:
+        """Begin a text; `kept` has what was decoded before, in any stream."""
         self._tokenizer, self._stops, self._skips = tokenizer, sampling.stop, sampling.skip_special_tokens
-        self._token_texts = {} if token_texts is None else token_texts
-        self._tokens: list[int] = []
-        self._start = self._end = 0  # of the tokens whose text was whole last
+        self._kept = {} if kept is None else kept
+        self._whole: tuple[int, ...] = ()  # the tokens whose text was whole last
+        self._new: tuple[int, ...] = ()
         self._held = ""
-        self.delivered = ""
+        self._delivered: list[str] = []
         self.stopped_at: str | None = None
+
+    @property
+    def delivered(self) -> str:
+        """All text that is sure."""
+        return "".join(self._delivered)
 
     def push(self, token: int) -> str:
         """Add a token; returns text that is sure now. At a text to stop at `stopped_at` is set, and no more comes."""
-        self._tokens.append(token)
-        text = self._decoded(self._tokens[self._start :])
-        if text.endswith(UNFINISHED):
+        self._new += (token,)
+        key = (self._skips, self._whole, self._new)
+        try:
+            added = self._kept[key]
+        except KeyError:
+            added = self._added()
+            if len(self._new) < MOST_SILENT:  # others are rare, and long
+                self._kept[key] = added
+        if not added:
+            # A skipped token between two words has no text, and they have the same space between them as without it.
+            if added is not None and len(self._new) >= MOST_SILENT:
+                self._new = ()
             return ""
-        return self._deliver(text[len(self._whole()) :])
+        self._whole, self._new = self._new, ()
+        if self._stops:
+            return self._deliver(added)
+        self._delivered.append(added)
+        return added
 
     def flush(self) -> str:
         """The text that was held back, once no token comes any more."""
         if self.stopped_at is not None:
             return ""
-        text = self._deliver(self._decoded(self._tokens[self._start :])[len(self._whole()) :])
+        text = self._deliver(self._decoded(self._whole + self._new)[len(self._text_before()) :])
         rest, self._held = ("", "") if self.stopped_at is not None else (self._held, "")
-        self.delivered += rest
+        self._delivered.append(rest)
         return text + rest
 
-    def _whole(self) -> str:
-        """The text of the window that was whole last, which is a single token mostly."""
-        if self._end - self._start != 1:
-            return self._decoded(self._tokens[self._start : self._end])
-        key = self._tokens[self._start], self._skips
-        if key not in self._token_texts:
-            self._token_texts[key] = self._decoded([key[0]])
-        return self._token_texts[key]
+    def _added(self) -> str | None:
+        """The text of the new tokens, if it is whole."""
+        if len(self._kept) >= MOST_TEXTS:
+            self._kept.clear()
+        text = self._decoded(self._whole + self._new)
+        return None if text.endswith(UNFINISHED) else text[len(self._text_before()) :]
 
-    def _decoded(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
+    def _text_before(self) -> str:
+        """The text of the tokens before the new ones, by themselves."""
+        key = (self._skips, self._whole, ())
+        text = self._kept.get(key)
+        if text is None:
+            text = self._kept[key] = self._decoded(self._whole)
+        return text
+
+    def _decoded(self, tokens: tuple[int, ...]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips)
         return text
 
     def _deliver(self, new: str) -> str:
-        self._start, self._end = self._end, len(self._tokens)
+        """Deliver new text as far as no text to stop at can begin in it."""
         text = self._held + new
         found = min(
             ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
@@ -72,7 +102,7 @@ class TextStream:
         else:
             held = max((_overlap(text, stop) for stop in self._stops), default=0)
             sure, self._held = text[: len(text) - held], text[len(text) - held :]
-        self.delivered += sure
+        self._delivered.append(sure)
         return sure
 
 

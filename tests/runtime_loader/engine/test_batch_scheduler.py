@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings, strategies
@@ -91,8 +90,7 @@ class Requests(RuleBasedStateMachine):
         """Write what a forward would: each slot gets the whole text up to its token, which is what its row tells."""
         assert generation.slot is not None
         stored = generation.num_stored
-        positions = np.arange(stored + new)
-        slots = self.pool.token_slots(np.full_like(positions, generation.slot), positions).tolist()
+        slots = self.pool.token_slots(generation.slot, 0, stored + new).tolist()
         for position, slot in enumerate(slots):
             page, place = divmod(slot, self.page_size)
             text = tuple(generation.tokens[: position + 1])
@@ -152,7 +150,7 @@ class Requests(RuleBasedStateMachine):
         for generation in self.live:
             assert len(generation.pages) == len(set(generation.pages))
             if generation.slot is not None:
-                table = self.pool.page_table[generation.slot, : len(generation.pages)].tolist()
+                (table,) = self.pool.pages([generation.slot], len(generation.pages) * self.page_size).tolist()
                 assert table == generation.pages
         assert self.allocator.num_idle == len(set(kept) - used)
         assert self.allocator.num_free == len(self.written) - len(used | set(kept))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import given, strategies
 
+from kvtuner.runtime_loader.engine import text_stream
 from kvtuner.runtime_loader.engine.generation import SamplingParameters
-from kvtuner.runtime_loader.engine.text_stream import TextStream
+from kvtuner.runtime_loader.engine.text_stream import KeptTexts, TextStream
 
 if TYPE_CHECKING:
     from fixture_types import MakeTokenizer
@@ -18,6 +20,14 @@ class Letters:
 
     def decode(self, tokens: list[int], **_: Any) -> str:
         return bytes(tokens).decode(errors="replace")
+
+
+class Words:
+    """A tokenizer that drops the space before the first word, has a special token, 0, and half characters, 1 and 2."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        pieces = {0: b"" if skip_special_tokens else b"<end>", 1: b"\xc3", 2: b"\xa9", 3: b" a", 4: b" bc", 5: b"d"}
+        return b"".join(pieces[token] for token in tokens).decode(errors="replace").removeprefix(" ")
 
 
 def parts_of(text: str, *stops: str) -> tuple[list[str], TextStream]:
@@ -66,3 +76,32 @@ def test_tokens_of_a_real_tokenizer(make_tokenizer: MakeTokenizer) -> None:
     parts = [stream.push(token) for token in tokens]
     assert "".join(parts) + stream.flush() == text
     assert parts[0] == tokenizer.decode(tokens[:1])
+
+
+ANSWERS = strategies.lists(strategies.integers(0, 5), max_size=12)
+
+
+@pytest.mark.parametrize("most", [1, 3, 1 << 16])
+@given(answers=strategies.lists(strategies.tuples(ANSWERS, strategies.booleans()), max_size=4), data=strategies.data())
+def test_streams_that_share_what_was_decoded_do_not_mix(
+    most: int, answers: list[tuple[list[int], bool]], data: strategies.DataObject
+) -> None:
+    kept: KeptTexts = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_stream, "MOST_TEXTS", most)
+        streams = [TextStream(Words(), SamplingParameters(skip_special_tokens=skips), kept) for _, skips in answers]
+        turns = [index for index, (tokens, _) in enumerate(answers) for _ in tokens]
+        pushed, texts = [0] * len(answers), [""] * len(answers)
+        for index in data.draw(strategies.permutations(turns)):
+            texts[index] += streams[index].push(answers[index][0][pushed[index]])
+            pushed[index] += 1
+            assert len(kept) <= most + 2
+    for (tokens, skips), stream, text in zip(answers, streams, texts, strict=True):
+        assert text + stream.flush() == stream.delivered == Words().decode(tokens, skip_special_tokens=skips)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 40])
+def test_tokens_without_text_leave_the_space_between_words(count: int) -> None:
+    stream = TextStream(Words(), SamplingParameters())
+    parts = [stream.push(token) for token in [3, *[0] * count, 4]]
+    assert (parts[0], parts[-1], stream.delivered) == ("a", " bc", "a bc")
