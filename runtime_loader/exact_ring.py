@@ -30,7 +30,7 @@ EMPTY: Final = -1
 """The position beside a place without a copy."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ExactRing:
     """The exact copies of one layer's keys and values on one rank.
 

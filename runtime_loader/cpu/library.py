@@ -20,7 +20,7 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.cpu.instruction_sets import InstructionSet, runnable_sets
-from kvtuner.runtime_loader.cpu.structures import AttendJob, StoreJob
+from kvtuner.runtime_loader.cpu.structures import JOBS
 
 COMPILERS: Final = ("c++", "g++", "clang++")
 # Nothing may be fused or reordered: rows must be those of quant.py. Products that may be fused ask for it by name.
@@ -112,9 +112,9 @@ def _loaded(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise ServingError(f"{path} cannot be loaded: {error}; remove it to compile it again") from error
-    sizes = (ctypes.c_int32 * 2)()
+    sizes = (ctypes.c_int32 * len(JOBS))()
     library.kvtuner_sizes(sizes)
-    assert list(sizes) == [ctypes.sizeof(AttendJob), ctypes.sizeof(StoreJob)]
+    assert list(sizes) == [ctypes.sizeof(job) for job in JOBS]
     return library
 
 

@@ -14,11 +14,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvtuner.errors import CacheError, ServingError
 from kvtuner.precision import FITTED_BITS, check_fitted_group
-from kvtuner.quant import hadamard_block, saturated
+from kvtuner.quant import saturated
 from kvtuner.runtime_loader.cpu import BACKEND
 from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
+from kvtuner.runtime_loader.cpu.layer_jobs import (
+    LayerJobs,
+    constant_of,
+    in_cpp,
+    side_by_side,
+    steps_of,
+)
 from kvtuner.runtime_loader.cpu.library import load_library, parallel_function
-from kvtuner.runtime_loader.cpu.spans import Chunk, Spans, decode_spans, split_by_window
+from kvtuner.runtime_loader.cpu.spans import Chunk, Spans, bounds_of
 from kvtuner.runtime_loader.cpu.structures import (
     NUMBERS,
     AttendJob,
@@ -36,8 +43,6 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.joined_chunk import JoinedChunk
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
-STEPS_IN_CPP: Final = ("centered", "balanced", "hadamard")
-"""The steps of transforms that the library stores with, in their order; others are applied before it is called."""
 _LOWEST: Final = -3e38
 _FAILURES: Final = {
     1: "a token slot lies outside of the pool",
@@ -91,6 +96,7 @@ class NativeAttention:
         self.rounding = 0.0 if self._integers is False else 2.0**-15
         self._sides: WeakKeyDictionary[PackedRows, RowsOfSide] = WeakKeyDictionary()
         self._constants: WeakKeyDictionary[PackedRows, tuple[Tensor | None, Tensor | None]] = WeakKeyDictionary()
+        self._layer_jobs = LayerJobs(self._side)
         self._torch = TorchAttention()
 
     def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
@@ -113,26 +119,38 @@ class NativeAttention:
 
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
-        ring.store(new, k, v)
+        requests = new.requests.to(torch.int64).contiguous()
+        if new.tokens is not None or min(len(k), len(v)) < len(requests):
+            ring.store(new, k, v)
+            return
+        bounds = bounds_of(new.rows, len(requests))
+        k, v = (side_by_side(states.to(ring.keys.dtype)) for states in (k, v))
+        _check(self._library.kvtuner_copy(ctypes.byref(self._layer_jobs.of_copies(ring, requests, bounds, k, v))))
 
     def decode(
         self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
         out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
-        spans = decode_spans(indptr, slots, len(q))
-        if window is None:
-            is_shared = scores.logit_cap > 0 or scores.sink_scores is not None
-            rows = self._of_rows(q, keys, values, spans, scores, is_shared)
-            output = values.transform.invert(rows.beside_sinks(scores))
-        else:
-            in_rows, copies = split_by_window(window, spans)
-            ring = window.ring
-            k, v = ring.keys.flatten(0, 1), ring.values.flatten(0, 1)
-            exact = self._of_states(q, k, v, copies, scores)
-            rows = self._of_rows(q, keys, values, in_rows, scores, True)
-            output = _Attended(values.transform.invert(rows.output), rows.lse).merged(exact).beside_sinks(scores)
-        return _delivered(output, q, out)
+        if not (in_cpp(keys) and in_cpp(values)):
+            return self._torch.decode(q, keys, values, indptr, slots, scores, out, window)
+        queries, bounds, places = side_by_side(q), bounds_of(indptr, len(q)), slots.to(torch.int64).contiguous()
+        job = self._layer_jobs.of_decode(keys, values, None if window is None else window.ring, queries, scores)
+        result = out
+        if out is None or out.dtype not in NUMBERS or not out[:1].is_contiguous():
+            result = queries.new_empty(*q.shape[:2], values.format.head_dim)
+        assert result is not None
+        job.out, job.out_stride, job.out_numbers = result.data_ptr(), result.stride(0), NUMBERS[result.dtype]
+        job.rows.slots, job.rows.tokens = places.data_ptr(), bounds.data_ptr()
+        job.rows.num_slots, job.rows.num_requests = len(places), len(q)
+        job.rows.integers, (job.rows.threads, job.rows.parallel) = self._has_integers(q), _threads()
+        if window is not None:
+            requests = window.requests.to(torch.int64).contiguous()
+            job.window.requests = requests.data_ptr()
+        _check(self._library.kvtuner_decode(ctypes.byref(job)))
+        if out is None:
+            return result.to(q.dtype)
+        return out if result is out else out.copy_(result)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
@@ -178,14 +196,13 @@ class NativeAttention:
         if shares_mean and transform.mu is not None:
             grouped = q.float().unflatten(1, (num_kv_heads, -1))
             bias = (grouped @ transform.mu.float().unsqueeze(-1)).flatten(1) * scores.scale
-        integers = q.dtype != torch.float32 if self._integers is None else self._integers
         queries = transform.apply_to_query(q, num_kv_heads)
         sides = (self._side(keys), self._side(values))
-        return self._attend(queries, sides, spans, scores, bias, integers=integers)
+        return self._attend(queries, sides, spans, scores, bias, integers=self._has_integers(q))
 
     def _of_states(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: ScoreScaling) -> _Attended:
         """Attention over keys and values in model space."""
-        k, v = (_readable(states) for states in (k, v))
+        k, v = (side_by_side(states) for states in (k, v))
         sides = side_of_states(k, *k.shape[1:]), side_of_states(v, *v.shape[1:])
         return self._attend(q.float(), sides, spans, scores, None)
 
@@ -213,27 +230,27 @@ class NativeAttention:
     def _store(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
         spec, side = stored.format.spec, self._side(stored)
         assert spec is not None
-        transform, mu, inverse, steps = spec.transform, None, None, spec.transform.kind.steps
-        if set(steps) <= set(STEPS_IN_CPP):
-            mu, inverse = self._constants_of(stored)
-        else:
-            states, steps = transform.apply(states), ()
+        (block, factor), (mu, inverse) = steps_of(stored), self._constants_of(stored)
+        if not in_cpp(stored):
+            states, block, mu, inverse = spec.transform.apply(states), 1, None, None
         if tuple(states.shape) != (len(slots), side.num_heads, side.head_dim):
             wanted = [len(slots), side.num_heads, side.head_dim]
             raise CacheError(f"keys and values of these slots are {wanted}, not {list(states.shape)}")
         states = states if states.dtype in NUMBERS else states.float()
         states = states if states.stride(-1) == 1 else states.contiguous()
-        block = hadamard_block(side.head_dim) if "hadamard" in steps else 1
         is_fitted = spec.fit == "least_squares" and spec.bits in FITTED_BITS
         if is_fitted:
             check_fitted_group(side.group_size)
         job = StoreJob(
             side, states.data_ptr(), slots.data_ptr(), _pointer(mu),
             _pointer(inverse), len(slots), states.stride(0), states.stride(1),
-            NUMBERS[states.dtype], block, spec.symmetric, is_fitted, float(block) ** -0.5,
+            NUMBERS[states.dtype], block, spec.symmetric, is_fitted, factor,
         )  # fmt: skip
         threads, parallel = _threads()
         _check(self._library.kvtuner_store(ctypes.byref(job), threads, ctypes.c_void_p(parallel)))
+
+    def _has_integers(self, q: Tensor) -> bool:
+        return q.dtype != torch.float32 if self._integers is None else self._integers
 
     def _side(self, stored: PackedRows) -> RowsOfSide:
         side = self._sides.get(stored)
@@ -245,12 +262,9 @@ class NativeAttention:
         """Mu and 1 / lambda of a transform, float32 [num_heads, head_dim], as the library takes them."""
         constants = self._constants.get(stored)
         if constants is None:
-            transform, shape = stored.transform, (stored.format.num_heads, stored.format.head_dim)
-            mu = None if transform.mu is None else transform.mu.float().contiguous()
-            inverse = None if transform.lam is None else torch.ones(shape) / transform.lam.float()
-            for constant in (mu, inverse):
-                if constant is not None and constant.shape != shape:
-                    raise CacheError(f"mu and lambda of these rows are {list(shape)}, not {list(constant.shape)}")
+            transform = stored.transform
+            mu, lam = constant_of(stored, "mu", transform.mu), constant_of(stored, "lambda", transform.lam)
+            inverse = None if lam is None else torch.ones_like(lam) / lam
             constants = self._constants[stored] = (mu, inverse)
         return constants
 
@@ -267,11 +281,6 @@ def _attention_within(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scores: Sco
         for start, end in pairwise(chunk.tokens.tolist())
     ]  # fmt: skip
     return torch.cat(outputs, 2)[0].transpose(0, 1)
-
-
-def _readable(states: Tensor) -> Tensor:
-    states = states if states.dtype in NUMBERS else states.float()
-    return states if states[:1].is_contiguous() else states.contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

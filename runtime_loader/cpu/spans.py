@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from kvtuner.errors import CacheError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import WindowReads
@@ -57,37 +55,6 @@ class ChunkReads(NamedTuple):
     fresh: list[Spans]
     copies: list[Spans]
     stored: list[Spans]
-
-
-def decode_spans(indptr: Tensor, slots: Tensor, num_queries: int) -> Spans:
-    """One query for each request, which reads all of its tokens."""
-    return Spans(bounds_of(indptr, num_queries), torch.arange(num_queries + 1), slots.to(torch.int64).contiguous())
-
-
-def split_by_window(window: WindowReads, spans: Spans) -> tuple[Spans, Spans]:
-    """The rows that the last token of each request reads, and the copies that it reads in place of others.
-
-    Copies are places of all request slots, one after the other.
-    """
-    # In NumPy, whose calls take a third of the time of torch's on as few numbers as a step of decoding has.
-    assert spans.slots is not None
-    ring, requests = window.ring, window.requests.numpy()
-    slots, bounds = spans.slots.numpy(), spans.tokens.numpy()
-    lengths = np.diff(bounds)[:, None]
-    positions = ring.positions.numpy()[requests]  # [requests, places]
-    near = (positions >= lengths - ring.window.residual_length) | (positions < ring.window.sinks)
-    at_hand = near & (positions >= 0) & (positions < lengths)
-    kept = np.ones(len(slots), dtype=np.bool_)
-    kept[(bounds[:-1, None] + positions)[at_hand]] = False
-    num_copies = at_hand.sum(1)
-    first, last, num_places = bounds[0], bounds[-1], positions.shape[1]
-    copies = (requests.astype(np.int64)[:, None] * num_places + np.arange(num_places))[at_hand]
-    rows = slots[first:last][kept[first:last]]
-
-    def listed(counts: NDArray[np.int64], read: NDArray[np.int64]) -> Spans:
-        return Spans(torch.from_numpy(np.append(0, counts.cumsum())), spans.queries, torch.from_numpy(read))
-
-    return listed(lengths[:, 0] - num_copies, rows), listed(num_copies, copies)
 
 
 @dataclass(frozen=True)

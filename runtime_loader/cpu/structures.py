@@ -47,6 +47,43 @@ class AttendJob(ctypes.Structure):
     )
 
 
+class Window(ctypes.Structure):
+    """The structure `Window`."""
+
+    _fields_ = (
+        ("keys", RowsOfSide),
+        ("values", RowsOfSide),
+        ("positions", _POINTER),
+        ("requests", _POINTER),
+        *((name, _INT64) for name in ("num_request_slots", "num_places", "residual_length", "num_sinks")),
+    )
+
+
+class DecodeJob(ctypes.Structure):
+    """The structure `DecodeJob`."""
+
+    _fields_ = (
+        ("rows", AttendJob),
+        ("window", Window),
+        *((name, _POINTER) for name in ("mu", "lambda_", "q", "out", "sinks")),
+        ("q_stride", _INT64),
+        ("out_stride", _INT64),
+        *((name, _INT32) for name in ("q_numbers", "out_numbers", "k_block", "v_block")),
+        ("k_factor", ctypes.c_float),
+        ("v_factor", ctypes.c_float),
+    )
+
+
+class CopyJob(ctypes.Structure):
+    """The structure `CopyJob`."""
+
+    _fields_ = (
+        ("window", Window),
+        *((name, _POINTER) for name in ("k", "v", "tokens")),
+        *((name, _INT64) for name in ("num_requests", "k_stride", "v_stride")),
+    )
+
+
 class StoreJob(ctypes.Structure):
     """The structure `StoreJob`."""
 
@@ -57,6 +94,10 @@ class StoreJob(ctypes.Structure):
         *((name, _INT32) for name in ("numbers", "hadamard_block", "symmetric", "fitted")),
         ("hadamard_factor", ctypes.c_float),
     )
+
+
+JOBS: Final = (DecodeJob, StoreJob, CopyJob)
+"""The structures whose sizes the library tells, so that those of another revision are refused."""
 
 
 def side_of(stored: PackedRows) -> RowsOfSide:

@@ -154,7 +154,7 @@ def test_every_launch_is_checked_once_a_week_on_each_architecture() -> None:
     assert set(workflow[True]) == {"schedule", "workflow_dispatch"} and workflow["permissions"] == {"contents": "read"}
     (job,) = workflow["jobs"].values()
     tested = ROOT / "tests" / "runtime_loader" / "kernels" / "test_launch.py"
-    (archs,) = set(re.findall(r'"arch", (\[.+?\])', tested.read_text(encoding="utf-8")))
+    (archs,) = set(re.findall(r"ARCHITECTURES = (\[.+?\])", tested.read_text(encoding="utf-8")))
     assert job["strategy"]["matrix"]["arch"] == json.loads(archs)
     commands = [step["run"] for step in steps(LAUNCHES_FILE) if "run" in step]
     assert commands[-1] == "make test-launches ARCH=${{ matrix.arch }}"

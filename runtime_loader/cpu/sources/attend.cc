@@ -4,6 +4,7 @@
 #include <new>
 
 #include "attend_item.h"
+#include "checks.h"
 
 namespace {
 
@@ -12,23 +13,6 @@ constexpr int64_t FEW_QUERIES = 8;  // a request of more is not split by tokens:
 constexpr int MOST_ROWS = 64;       // queries of one KV head in a part
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int check(const AttendJob &job) {
-    if (job.tokens[0] < 0 || job.queries[0] != 0 || job.queries[job.num_requests] > job.num_queries) return BAD_SPAN;
-    for (int64_t r = 0; r < job.num_requests; r++) {
-        const int64_t tokens = job.tokens[r + 1] - job.tokens[r], queries = job.queries[r + 1] - job.queries[r];
-        if (tokens < 0 || queries < 0) return BAD_SPAN;
-        for (int64_t i = job.queries[r]; i < job.queries[r + 1]; i++)
-            if ((job.first && job.first[i] < 0) || (job.last && job.last[i] > tokens)) return BAD_SPAN;
-    }
-    const int64_t end = job.tokens[job.num_requests];
-    const int64_t rows = job.keys.num_rows < job.values.num_rows ? job.keys.num_rows : job.values.num_rows;
-    if (!job.slots) return end > rows ? BAD_SPAN : DONE;
-    if (end > job.num_slots) return BAD_SPAN;
-    for (int64_t i = job.tokens[0]; i < end; i++)
-        if (job.slots[i] < 0 || job.slots[i] >= rows) return BAD_SLOT;
-    return DONE;
-}
 
 // How a request is cut: queries of a part, parts of its tokens, and heads of a part.
 struct Cut {
@@ -119,10 +103,11 @@ void merge(const AttendJob &job, int64_t request, const float *partials, int64_t
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int kvtuner_attend(const AttendJob *given) {
+extern "C" VISIBLE int kvtuner_attend(const AttendJob *given) {
     AttendJob job = *given;
     if (job.num_requests == 0) return DONE;
-    if (const int status = check(job)) return status;
+    if (const int status = check_tokens(job)) return status;
+    if (const int status = check_queries(job)) return status;
     if (job.threads < 1 || !job.parallel) job.threads = 1;
     const SidePlan keys(job.keys, job.integers), values(job.values, job.integers);
     int64_t count = 0;
@@ -153,7 +138,7 @@ extern "C" __attribute__((visibility("default"))) int kvtuner_attend(const Atten
 }
 
 // What a caller's structures must be equal to.
-extern "C" __attribute__((visibility("default"))) int kvtuner_sizes(int32_t *sizes) {
-    sizes[0] = sizeof(AttendJob), sizes[1] = sizeof(StoreJob);
+extern "C" VISIBLE int kvtuner_sizes(int32_t *sizes) {
+    sizes[0] = sizeof(DecodeJob), sizes[1] = sizeof(StoreJob), sizes[2] = sizeof(CopyJob);
     return DONE;
 }

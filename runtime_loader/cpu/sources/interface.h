@@ -29,6 +29,35 @@ struct AttendJob {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel, or null for one thread
 };
 
+// The copies of an exact window, in places by request slot.
+struct Window {
+    Side keys, values;         // token slots are places of all request slots, one after the other
+    int32_t *positions;        // [request slots, places]: the position that a copy is of, or a negative number
+    const int64_t *requests;   // [requests]: request slots; null without a window
+    int64_t num_request_slots, num_places, residual_length, num_sinks;
+};
+
+// Attention of the last token of each request, from its queries in model space to its output.
+struct DecodeJob {
+    AttendJob rows;            // of stored rows; `q`, `bias`, `queries`, `out` and `lse` are made here
+    Window window;
+    const float *mu, *lambda;  // of keys, [num_heads, head_dim]; without `mu` all scores of a query lack the same number
+    const void *q;             // [requests, num_heads * gqa, head_dim], requests apart by the stride in numbers
+    void *out;                 // [requests, num_heads * gqa, v_head_dim] likewise
+    const float *sinks;        // [num_heads * gqa]: the score of a token without a value; or null
+    int64_t q_stride, out_stride;
+    int32_t q_numbers, out_numbers, k_block, v_block;  // the blocks of Hadamard transforms; a block of 1 is none
+    float k_factor, v_factor;
+};
+
+// The copies of the last token of each request, which become those of its place.
+struct CopyJob {
+    Window window;
+    const void *k, *v;      // [requests, num_heads, head_dim] in the numbers of the copies
+    const int64_t *tokens;  // [requests + 1]: request r has tokens[r + 1] - tokens[r], the last included
+    int64_t num_requests, k_stride, v_stride;  // strides in bytes
+};
+
 // Keys or values that become rows.
 struct StoreJob {
     Side side;
@@ -41,3 +70,7 @@ struct StoreJob {
 };
 
 enum Status : int { DONE = 0, BAD_SLOT = 1, BAD_SPAN = 2, NO_MEMORY = 3, UNSUPPORTED = 4 };
+
+#define VISIBLE __attribute__((visibility("default")))
+
+extern "C" int kvtuner_attend(const AttendJob *job);

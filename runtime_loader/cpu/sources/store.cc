@@ -3,6 +3,7 @@
 
 #include "interface.h"
 #include "scratch.h"
+#include "states.h"
 #include "vectors.h"
 // After vectors.h, whose INLINE it uses.
 #include "grids.h"
@@ -23,33 +24,11 @@ Pieces pieces_of(uint8_t *memory, int head_dim) {
     return {scratch.take<float>(head_dim), scratch.take<float>(head_dim), scratch.take<float>(head_dim), scratch.take<uint8_t>(head_dim)};
 }
 
-void read_states(const StoreJob &job, int64_t token, int head, float *x) {
-    const int64_t at = token * job.token_stride + head * job.head_stride;
-    const int D = job.side.head_dim;
-    if (job.numbers == FLOAT32) {
-        memcpy(x, (const float *)job.states + at, sizeof(float) * D);
-    } else if (job.numbers == BFLOAT16) {
-        const uint16_t *from = (const uint16_t *)job.states + at;
-        for (int c = 0; c < D; c++) x[c] = float_of((uint32_t)from[c] << 16);
-    } else {
-        const uint16_t *from = (const uint16_t *)job.states + at;
-        for (int c = 0; c < D; c++) x[c] = half_to_float(from[c]);
-    }
-}
-
 void transform(const StoreJob &job, int head, float *x) {
     const int D = job.side.head_dim;
     if (job.mu) for (int c = 0; c < D; c++) x[c] -= job.mu[(int64_t)head * D + c];
     if (job.inverse_lambda) for (int c = 0; c < D; c++) x[c] *= job.inverse_lambda[(int64_t)head * D + c];
-    const int block = job.hadamard_block;
-    if (block == 1) return;
-    for (int h = 1; h < block; h *= 2)
-        for (int i = 0; i < D; i += 2 * h)
-            for (int c = i; c < i + h; c++) {
-                const float a = x[c], b = x[c + h];
-                x[c] = a + b, x[c + h] = a - b;
-            }
-    for (int c = 0; c < D; c++) x[c] *= job.hadamard_factor;
+    hadamard(x, D, job.hadamard_block, job.hadamard_factor);
 }
 
 // Codes one group, and returns its scale word.
@@ -99,7 +78,7 @@ void store_token(const StoreJob &job, int64_t token, const Pieces &pieces) {
     memset(row + code_bytes, 0, side.first_word - code_bytes);
     memset(row + last_word, 0, side.row_bytes - last_word);
     for (int head = 0; head < side.num_heads; head++) {
-        read_states(job, token, head, pieces.x);
+        read_numbers(job.states, token * job.token_stride + head * job.head_stride, job.numbers, side.head_dim, pieces.x);
         transform(job, head, pieces.x);
         for (int group = 0; group < num_groups; group++) {
             const int first = group * side.group_size;
@@ -131,7 +110,7 @@ void run(void *pointer) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int kvtuner_store(const StoreJob *job, int threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
+extern "C" VISIBLE int kvtuner_store(const StoreJob *job, int threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
     for (int64_t i = 0; i < job->num_tokens; i++)
         if (job->slots[i] < 0 || job->slots[i] >= job->side.num_rows) return BAD_SLOT;
     const int64_t most = (job->num_tokens + TOKENS_OF_A_THREAD - 1) / TOKENS_OF_A_THREAD;

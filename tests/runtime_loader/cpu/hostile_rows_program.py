@@ -12,11 +12,12 @@ import sys
 
 import torch
 
-from kvtuner.precision import ALL_BITS, num_slots
+from kvtuner.precision import ALL_BITS, ExactWindow, num_slots
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.cpu import native_attention
 from kvtuner.runtime_loader.cpu.library import load_library
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
+from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 
@@ -42,6 +43,16 @@ def formats(channels: int, heads: int) -> list[RowFormat]:
     return found
 
 
+def ring_of_noise(heads: int, channels: int, generator: torch.Generator) -> ExactRing:
+    """Copies whose positions no request may have, or several places have."""
+    window = ExactWindow(5, 2)
+    shape = (3, window.num_tokens)
+    positions = torch.randint(-3, 80, shape, generator=generator, dtype=torch.int32)
+    positions[0, :4], positions[2, 3] = 69, 2**31 - 1
+    copies = torch.randn(*shape, heads, channels, generator=generator).bfloat16()
+    return ExactRing(copies, copies.clone(), positions, window)
+
+
 def main() -> None:
     """Run every shape by integer products and by float32."""
     name, *flags = sys.argv[1:]
@@ -60,8 +71,11 @@ def main() -> None:
                 native._side(keys).num_rows += 1
                 native._side(values).num_rows += 1
                 slots[-1] = num_rows
-            for cap in (0.0, 2.0):
-                native.decode(q, keys, values, indptr, slots, ScoreScaling(0.1, cap))
+            window = WindowReads(ring_of_noise(heads, channels, generator), torch.tensor([2, 0]))
+            for cap, reads in itertools.product((0.0, 2.0), (None, window)):
+                native.decode(q, keys, values, indptr, slots, ScoreScaling(0.1, cap), window=reads)
+            last = torch.randn(2, heads, channels, generator=generator).bfloat16()
+            native.store_copies(window.ring, NewTokens(window.requests, indptr), last, last)
             k, v = (torch.randn(9, heads, channels, generator=generator) for _ in range(2))
             bounds = ExtendBounds(torch.tensor([0, 4, 9]), indptr, slots, 5)
             new = torch.randn(9, 3 * heads, channels, generator=generator)

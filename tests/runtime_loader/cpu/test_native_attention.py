@@ -12,15 +12,16 @@ from windowed_requests import WindowedPool, live
 
 from kvtuner.errors import CacheError, PrecisionError, ServingError
 from kvtuner.precision import ALL_BITS, ExactWindow, num_slots
-from kvtuner.quant import QuantSpec
+from kvtuner.quant import STEPS, QuantSpec, Step, Transform, saturated
 from kvtuner.runtime_loader.cpu.instruction_sets import runnable_sets
 from kvtuner.runtime_loader.cpu.library import compiler
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
 from kvtuner.runtime_loader.cpu.spans import Spans
-from kvtuner.runtime_loader.exact_ring import EMPTY
+from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing, NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.torch_attention import TorchAttention
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat
@@ -108,6 +109,14 @@ def test_as_many_groups_as_slots_and_capped_scores(
     assert_decodes(native, keys, values, 4, cap)
     keys, values = (poisoned(row_format(2, 128, bits, kind, 128 // groups), NUM_SLOTS) for kind in ("centered", "none"))
     assert_decodes(native, keys, values, 3, cap)
+
+
+def test_rows_of_a_step_that_the_library_lacks_are_read(
+    native: NativeAttention, monkeypatch: pytest.MonkeyPatch, poisoned: MakePoisoned
+) -> None:
+    monkeypatch.setitem(STEPS, "flipped", Step(lambda x, _: -x, lambda x, _: -x, lambda q, _: -q))
+    spec = QuantSpec(8, Transform(TransformKind("flipped+hadamard", "f", has_values=True)))
+    assert_decodes(native, *(poisoned(RowFormat(2, 64, spec), NUM_SLOTS) for _ in range(2)), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -242,6 +251,55 @@ def test_slots_and_bounds_outside_of_memory_are_refused(
     keys, values = (poisoned(row_format(1, 64, 4), 10) for _ in range(2))
     with pytest.raises(CacheError, match=refusal):
         native.decode(torch.zeros(1, 2, 64), keys, values, torch.tensor(indptr), torch.tensor(slots), ScoreScaling(0.1))
+
+
+@pytest.mark.parametrize("window", [ExactWindow(8), ExactWindow(5, 3), ExactWindow(0, 4), ExactWindow(0)], ids=str)
+def test_copies_of_a_step_are_those_of_the_ring(native: NativeAttention, window: ExactWindow) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rings = [ring_of(window, num_requests=4) for _ in range(2)]
+    requests = torch.tensor([3, 0, 2], dtype=torch.int32)
+    for past in range(12):
+        rows = torch.tensor([0, past + 1, past + 3, past + 3, 99], dtype=torch.int32)  # the last request has no tokens
+        k, v = (torch.randn(5, 2, 24, generator=generator)[:, :, ::2] for _ in range(2))
+        new = NewTokens(requests[: 2 + past % 2], rows[: 3 + past % 2])
+        native.store_copies(rings[0], new, k, v)
+        rings[1].store(NewTokens(requests[:2], rows[:3]), k, v)
+    for name in ("keys", "values", "positions"):
+        assert torch.equal(getattr(rings[0], name), getattr(rings[1], name))
+
+
+def ring_of(window: ExactWindow, num_requests: int) -> ExactRing:
+    shape = (num_requests, window.num_tokens)
+    copies = [torch.zeros(*shape, 2, 12, dtype=torch.bfloat16) for _ in range(2)]
+    return ExactRing(*copies, torch.full(shape, EMPTY, dtype=torch.int32), window)
+
+
+def test_request_slots_outside_of_a_window_are_refused(
+    native: NativeAttention, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
+    keys, values = (poisoned(row_format(2, 12, 16), 10, torch.bfloat16) for _ in range(2))
+    ring, rows, q = ring_of(ExactWindow(5, 3), num_requests=4), torch.tensor([0, 1]), torch.zeros(1, 4, 12)
+    for outside in (-1, 4):
+        window = WindowReads(ring, torch.tensor([outside]))
+        with pytest.raises(CacheError, match="a token slot lies outside of the pool"):
+            native.decode(q, keys, values, rows, torch.tensor([0]), ScoreScaling(0.1), window=window)
+        with pytest.raises(CacheError, match="a token slot lies outside of the pool"):
+            native.store_copies(ring, NewTokens(window.requests, rows), q[:, :2], q[:, :2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_outputs_are_rounded_as_torch_rounds(
+    native: NativeAttention, dtype: torch.dtype, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
+    keys, values = (poisoned(row_format(2, 64, 16), 1, torch.float32) for _ in range(2))
+    numbers = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-45, 6, 64)
+    numbers[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
+    keys.write(torch.tensor([0]), torch.zeros(1, 2, 64))
+    values.write(torch.tensor([0]), numbers)  # of one token, whose weight is one
+    found = native.decode(
+        torch.ones(1, 2, 64, dtype=dtype), keys, values, torch.tensor([0, 1]), torch.tensor([0]), ScoreScaling(1.0)
+    )
+    assert torch.equal(found.nan_to_num(7.0, 8.0, 9.0), saturated(numbers, dtype).nan_to_num(7.0, 8.0, 9.0))
 
 
 def test_rows_that_it_cannot_read_are_refused_with_their_layer(native: NativeAttention) -> None:
