@@ -2,8 +2,9 @@
 
     python -m tools.train_demo_model --out DIR [--shape wide]
 
-The demo model's shape is that of `calibration/demo/model/config.json`. The shapes `wide` and `narrow` are trained for
-the benchmarks alone, which ask whether a finding holds beside the demo model. Knows nothing of quantization.
+The demo model's shape is that of `calibration/demo/model/config.json`. Others are trained
+for the benchmarks alone, which ask whether a finding holds beside the demo model: `wide`, `narrow`, and the deep model
+of docs/method.md by `--shape deep --steps 500 --stop 200 --long-from 0.9`. Knows nothing of quantization.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LOG_EVERY, SAVE_EVERY = 50, 250
 
 
 def config_of(shape: str) -> PretrainedConfig:
-    """The configuration of a shape: heads of 64 channels in `demo`, of 128 in `wide`, of 32 in `narrow`."""
+    """The configuration of a shape: heads of 64 channels in `demo`, of 128 in `wide`, of 32 in others."""
     config = Qwen2Config.from_pretrained(DEMO_MODEL)
     if shape == "wide":
         config = Qwen3Config(hidden_size=256, intermediate_size=384, num_hidden_layers=5, num_attention_heads=4)
@@ -43,6 +44,9 @@ def config_of(shape: str) -> PretrainedConfig:
     elif shape == "narrow":
         config = LlamaConfig(hidden_size=192, intermediate_size=384, num_hidden_layers=10, num_attention_heads=6)
         config.num_key_value_heads, config.head_dim = 3, 32
+    elif shape == "deep":
+        config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=24, num_attention_heads=4)
+        config.num_key_value_heads, config.head_dim = 2, 32
     config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings = 1024, 8192, True
     config.bos_token_id, config.eos_token_id = 0, 1
     return config
@@ -130,8 +134,10 @@ def recall_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, num_pairs: int
     return statistics.fmean(are_right or [0.0])
 
 
-def train(out: Path, *, shape: str, steps: int, long_from: float, peak_lr: float, key_bias: float, seed: int) -> None:
-    """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end.
+def train(
+    out: Path, *, shape: str, steps: int, stop: int, long_from: float, peak_lr: float, key_bias: float, seed: int
+) -> None:
+    """Train the first `stop` of some steps; evaluate and save the checkpoint in bf16 every 250 steps and at the end.
 
     Sequences have 256 tokens for the share `long_from` of the steps, then 512. For `key_bias` see `add_key_biases`.
     """
@@ -150,7 +156,7 @@ def train(out: Path, *, shape: str, steps: int, long_from: float, peak_lr: float
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.98))
     start, losses = time.monotonic(), []
-    for step in range(1, steps + 1):
+    for step in range(1, stop + 1):
         progress = (step - 1) / steps
         # A warm-up of 200 steps, then half a cosine down to 2 %.
         lr = peak_lr * min(1.0, step / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -166,12 +172,12 @@ def train(out: Path, *, shape: str, steps: int, long_from: float, peak_lr: float
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if step % LOG_EVERY and step != steps:
+        if step % LOG_EVERY and step != stop:
             continue
         rate = step * TOKENS_PER_STEP / (time.monotonic() - start)
         loss_mean = statistics.fmean(losses[-LOG_EVERY:])
         record: dict[str, Any] = {"step": step, "loss": round(loss_mean, 4), "tokens_per_s": round(rate)}
-        if step % SAVE_EVERY == 0 or step == steps:
+        if step % SAVE_EVERY == 0 or step == stop:
             record["recall"] = {n: round(recall_accuracy(model, tokenizer, n), 3) for n in (4, 10, 20, 30)}
             saved = copy.deepcopy(model).bfloat16()
             if shape == "demo":
@@ -184,8 +190,9 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--shape", choices=("demo", "wide", "narrow"), default="demo")
+    parser.add_argument("--shape", choices=("demo", "wide", "narrow", "deep"), default="demo")
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--stop", type=int, help="the last step that is taken, of steps whose learning rate falls")
     parser.add_argument("--long-from", type=float, default=0.6, help="share of the steps with 256 tokens; then 512")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
@@ -198,6 +205,7 @@ def main() -> None:
     train(
         args.out,
         shape=args.shape,
+        stop=args.steps if args.stop is None else args.stop,
         steps=args.steps,
         long_from=args.long_from,
         peak_lr=args.lr,

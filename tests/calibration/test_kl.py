@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvtuner.calibration.forward import chain as chain_module
-from kvtuner.calibration.kl import Reference, TokenScores, compare, following
+from kvtuner.calibration.kl import Reference, ReferenceRows, TokenScores, compare, following
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,6 +77,16 @@ def test_log_probabilities_that_are_kept_change_nothing() -> None:
     for scores in found:
         assert torch.equal(scores.kl, found[0].kl)
         assert torch.equal(scores.agree, found[0].agree)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 700, 1024])
+def test_the_most_likely_token_is_the_first_of_equals_in_every_place(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randint(0, 4, (400, vocab_size), generator=generator).float()  # of which many are equal
+    logits[torch.arange(400), torch.randint(0, vocab_size, (400,), generator=generator)] += 2
+    logits[:20, -1], logits[20:30, vocab_size // 2] = 9.0, torch.nan
+    logits[30:40, vocab_size // 3 :] = torch.inf
+    assert ReferenceRows.of(logits).top.tolist() == np.argmax(logits.numpy(), axis=1).tolist()
 
 
 def test_a_state_does_not_diverge_from_itself() -> None:
