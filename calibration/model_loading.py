@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from kvtuner.supported_models import read_cache_geometry, refuse_other_models
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from kvtuner.exported_configs.profile.records import ModelIdentity
@@ -49,6 +47,7 @@ class ModelSource:
         trust_remote_code: run code that comes with the checkpoint.
         context_length: tokens that will be served; the configuration's maximum by default.
         stream: leave the decoder layers in the model's files, and load each when it is needed.
+        ranks: processes of this process group that hold the model together, a part of its weights each.
     """
 
     model: str
@@ -58,6 +57,7 @@ class ModelSource:
     trust_remote_code: bool = False
     context_length: int | None = None
     stream: bool = False
+    ranks: int = 1
 
     @property
     def path(self) -> str:
@@ -250,12 +250,16 @@ def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
     import torch
 
     from kvtuner.calibration.forward.streamed_model import load_streamed, refuse_streaming
+    from kvtuner.calibration.placement.devices import device_map_of, dtype_of, placement_of
+    from kvtuner.calibration.placement.sharded_model import load_sharded, refuse_sharding
 
     if source.stream:
         refuse_streaming(shape.config, source.model)
+    if source.ranks > 1:
+        refuse_sharding(shape.config, source.model)
     is_quantized = getattr(shape.config, "quantization_config", None) is not None
-    placement, dtype = _placement(source.device), _dtype(source, torch.cuda.is_available())
-    device_map = _device_map(placement)
+    placement, dtype = placement_of(source.device), dtype_of(source)
+    device_map = device_map_of(placement)
     if is_quantized and device_map is None and placement != "cpu":
         raise UnsupportedModelError(
             f"{source.model} is quantized, and such weights are loaded to {placement} by accelerate alone;"
@@ -263,10 +267,13 @@ def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
         )
     auto_class = auto_class_of(shape.config, source.model)
     given: dict[str, Any] = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, "dtype": dtype}
+    layers = len(shape.cache.layers)
     try:
         if source.stream:
             place = "cuda:0" if placement == "auto" else placement
-            model, info = load_streamed(auto_class, source.path, shape.config, len(shape.cache.layers), place, **given)
+            model, info = load_streamed(auto_class, source.path, shape.config, layers, place, **given)
+        elif source.ranks > 1:
+            model, info = load_sharded(auto_class, source, shape.config, layers, **given)
         else:
             given |= {"device_map": device_map, "output_loading_info": True}
             model, info = auto_class.from_pretrained(source.path, **given)
@@ -286,43 +293,6 @@ def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
             f"{source.model} lacks {len(missing)} weights that its configuration asks for, such as {missing[0]}"
         )
     return model
-
-
-def _placement(device: str) -> str:
-    import torch
-
-    if device != "auto":
-        try:
-            kind = torch.device(device).type
-        except RuntimeError as error:
-            raise UnsupportedModelError(
-                f"--device {device!r} is no torch device; use auto, cpu, cuda or cuda:N"
-            ) from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise UnsupportedModelError(f"--device {device} was asked for, but torch sees no GPU; use --device cpu")
-        return device
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "auto" if importlib.util.find_spec("accelerate") else "cuda:0"
-
-
-def _device_map(placement: str) -> str | dict[str, str] | None:
-    """The device map for accelerate; None where it is not needed or not installed."""
-    if placement == "auto":
-        return placement
-    return {"": placement} if placement != "cpu" and importlib.util.find_spec("accelerate") else None
-
-
-def _dtype(source: ModelSource, has_gpu: bool) -> torch.dtype | str:
-    import torch
-
-    if source.dtype == "auto":
-        return "auto" if has_gpu and source.device != "cpu" else torch.float32
-    dtype = getattr(torch, source.dtype, None)
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedModelError(f"--dtype must be auto, float32, float16 or bfloat16, not {source.dtype!r}")
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtuner.calibration.placement.sharded_weights import whole
 from kvtuner.progress.bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def fingerprint(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | N
             if tensor.is_meta and read is not None:
                 tensor = read(name)
             if not tensor.is_meta:
+                tensor = whole(tensor)
                 digest.update(f"{tensor.dtype}{_checksum(tensor, bar)}".encode())
     return "sha256:" + digest.hexdigest()
 

@@ -20,6 +20,7 @@ from kvtuner.calibration.forward.finite_check import check_finite, check_residua
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.forward.streamed_layers import on_disk, streamed_layers_of
+from kvtuner.calibration.placement.sharded_weights import logits_of_tokens
 from kvtuner.errors import KVTunerError, NonFiniteActivationError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
@@ -214,8 +215,7 @@ class DecoderChain:
             logits: Tensor = self.head(final).to(torch.float32)
         else:
             assert isinstance(self.head, nn.Linear)
-            bias = None if self.head.bias is None else self.head.bias[tokens]
-            logits = nn.functional.linear(final, self.head.weight[tokens], bias).to(torch.float32)
+            logits = logits_of_tokens(self.head, final, tokens)
         config = self.model.config.get_text_config(decoder=True)
         if (scale := getattr(config, "logit_scale", None)) is not None:
             logits = logits * scale

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from kvtuner.calibration.forward.streamed_layers import SEQUENCES_AT_ONCE, streamed_layers_of
+from kvtuner.calibration.placement.sharded_weights import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,13 @@ Result = TypeVar("Result")
 def num_workers(model: torch.nn.Module) -> int:
     """The number of sequences of `model` to run at once: as many as torch may use threads, one unless it is small.
 
+    One of a model in parts on several ranks, which have to run the same one.
     Many of a model that is streamed, which pass each layer together.
     """
     if streamed_layers_of(model) is not None:
         return SEQUENCES_AT_ONCE
     tensors = [*model.parameters(), *model.buffers()]  # quantized weights are buffers
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    if any(tensor.device.type != "cpu" for tensor in tensors) or is_sharded(model):
         return 1
     return min(torch.get_num_threads(), MAX_WORKERS) if sum(map(torch.numel, tensors)) < SMALL_MODEL else 1
 

@@ -186,6 +186,13 @@ class CalibrateOptions:
         group="workers",
         type=positive,
     )
+    tp: int = option(
+        1,
+        "processes of torchrun that hold the model together, each with a GPU and a part of every layer; for models"
+        " that do not fit one GPU",
+        type=positive,
+        metavar="RANKS",
+    )
     stream: bool = option(
         False, "leave the model's layers in its files and load one after another; for models that do not fit in memory"
     )

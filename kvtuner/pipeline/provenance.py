@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_COMMAND: Final = 2000
 _PATHS: Final = ("model", "data", "include_path")
 # Where a search runs and what else it writes, not what it finds.
-_NOT_OF_SEARCHES: Final = ("out", "device", "report", "storage", "budget", "workers", "stream")
+_NOT_OF_SEARCHES: Final = ("out", "device", "report", "storage", "budget", "workers", "tp", "stream")
 
 
 def search_command(options: SearchOptions) -> str:

@@ -13,6 +13,7 @@ from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
+from kvtuner.pipeline.stages.rank_processes import folder_of, in_groups, rank_group, refuse_ranks
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
@@ -57,6 +58,7 @@ class CalibrationResult:
 def run_calibration(options: CalibrateOptions) -> CalibrationResult:
     """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
     folder = run_folder(options.model, options.out, "calibration")
+    refuse_ranks(options, WorkerPlace.from_environment())
     checked_shape(options)
     with workers_beside(options, folder, _calibrate) as place:
         return _calibrate(options, place)
@@ -66,9 +68,10 @@ def _calibrate(options: CalibrateOptions, place: WorkerPlace) -> CalibrationResu
     folder = run_folder(options.model, options.out, "calibration")
     options = placed(options, place)
     shape = checked_shape(options)
-    with quiet_unless_first(place, folder):
+    with quiet_unless_first(place, folder), rank_group(place, options.tp) as group:
         ahead = phases_ahead(options, shape, calibration_options(options.measurement, shape).quant, [])
-        phases, table = measure_sensitivity(options, shape, folder, phase="calibrate", ahead=ahead)
+        led = folder_of(group, folder)
+        phases, table = measure_sensitivity(options, shape, led, phase="calibrate", ahead=ahead)
     return CalibrationResult(table, folder.file(TABLE_FILE), phases.passes["calibrate"])
 
 
@@ -134,6 +137,7 @@ def run_search(
 
     `on_result` is called with every result as soon as its files are written.
     """
+    refuse_ranks(options, WorkerPlace.from_environment())
     shape = checked_shape(options)
     targets = targets_of(options, shape, calibration_options(options.measurement, shape).quant)
     folder = _search_folder(options, targets)
@@ -160,14 +164,15 @@ def _search(
     quant = calibration_options(options.measurement, shape).quant
     targets = targets_of(options, shape, quant)
     folder = _search_folder(options, targets)
-    with quiet_unless_first(place, folder):
+    with quiet_unless_first(place, folder), rank_group(place, options.tp) as group:
         ahead = phases_ahead(options, shape, quant, targets)
         limit = None if options.time_limit is None else TimeLimit(options.time_limit, ahead, began)
-        phases, table = measure_sensitivity(options, shape, folder, phase="calibration", ahead=ahead)
+        led = folder_of(group, folder)
+        phases, table = measure_sensitivity(options, shape, led, phase="calibration", ahead=ahead)
         if phases.layouts or phases.window_length:
             # Rows of 8 bits may have become longer, and copies take bytes of some budgets.
             targets = targets_of(options, shape, phases.bench.options.quant)
-        return _search_targets(SearchRun(options, phases, table), targets, place, on_result, limit)
+        return _search_targets(SearchRun(options, phases, table, group), targets, place, on_result, limit)
 
 
 def _search_targets(
@@ -185,18 +190,20 @@ def _search_targets(
         uniform_kl = budget_search.uniform_table()
     family = budget_search.family(targets) if run.options.nested else [None] * len(targets)
     validator = Validator(run.bench, run.folder, identity)
-    results = []
+    results = list[SearchResult]()
     for target, member in zip(targets, family, strict=True):
         outcome = budget_search.winner(target, member, uniform_kl)
         with run.phases.phase("validation"):
             comparison = BaselineComparison(run, outcome, validator)
-        if not place.is_first:
-            continue
-        with run.folder.lock("finish.lock", waiting="another worker writes the results"):
-            result = _finish(run, target, comparison)
-        if on_result is not None:
-            on_result(result)
-        results.append(result)
+
+        def write(target: SearchTarget = target, comparison: BaselineComparison = comparison) -> None:
+            with run.folder.lock("finish.lock", waiting="another worker writes the results"):
+                results.append(_finish(run, target, comparison))
+            if on_result is not None:
+                on_result(results[-1])
+
+        if in_groups(place, run.options.tp)[0] == 0:
+            run.group.lead(write)
     return results
 
 

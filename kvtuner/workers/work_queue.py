@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from kvtuner.run_folder import canonical_json, sha256_of
-from kvtuner.workers.work_claims import Claims
+from kvtuner.workers.led_folder import claims_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -52,7 +52,7 @@ class WorkQueue(Generic[WorkItem]):
         those of `held_groups`, which this process has prepared, are taken first, and those of a group that others work
         on last.
         """
-        self._claims = Claims(folder)
+        self._claims = claims_of(folder)
         self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
         self._refresh, self._is_done, self._measure, self._key_of = refresh, is_done, measure, key_of
         self._group_of, self._held_groups = group_of, held_groups

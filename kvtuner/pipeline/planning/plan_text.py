@@ -117,7 +117,10 @@ def search_sentences(plan: CapacityPlan) -> list[str]:
     if cost.memory_bytes > plan.server.memory_mib * MIB:
         streamed = "search with --stream, which reads one layer after another"
         if plan.options.tp_size * plan.options.pp_size > 1:
-            memory += f"; more than one of these GPUs has: install accelerate, which spreads it over all, or {streamed}"
+            memory += (
+                "; more than one of these GPUs has: install accelerate, which spreads layers over all, start torchrun"
+                f" with --tp, which gives each a part of every layer, or {streamed}"
+            )
         else:
             memory += f"; more than this GPU has: {streamed}, on one with more memory, or on several with accelerate"
     return [

@@ -235,18 +235,21 @@ class BudgetSearch:
                 if trial.failure is not None and trial.is_measured:
                     self.run.leave_out(f"trial {trial.number} of {target.asked}", trial.failure)
 
-            return refine(
-                space,
-                constraint,
-                self.objective,
-                warm=warm,
-                sampler=options.refinement_sampler,
-                num_trials=options.refinement_trials,
-                seed=self.run.seed,
-                storage=storage,
-                study_name=f"{target.name}-{sha256_of(identity)[7:19]}",
-                identity=identity,
-                race=self.objective.against,
-                on_trial=on_trial,
-                is_over=is_over,
-            )
+            def proposed(objective: Callable[..., float], race: Callable[..., float]) -> StudyResult:
+                return refine(
+                    space,
+                    constraint,
+                    objective,
+                    warm=warm,
+                    sampler=options.refinement_sampler,
+                    num_trials=options.refinement_trials,
+                    seed=self.run.seed,
+                    storage=storage,
+                    study_name=f"{target.name}-{sha256_of(identity)[7:19]}",
+                    identity=identity,
+                    race=race,
+                    on_trial=on_trial,
+                    is_over=is_over,
+                )
+
+            return self.run.group.lead(proposed, self.objective, self.objective.against)

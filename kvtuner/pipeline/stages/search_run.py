@@ -12,6 +12,7 @@ from kvtuner.calibration.auto_settings.window_lengths import LengthComparison, c
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.forward.streamed_layers import streamed_layers_of
 from kvtuner.calibration.model_loading import ModelShape, load_model, read_shape
+from kvtuner.calibration.placement.sharded_weights import bytes_here
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import OptionError, PrecisionError, SearchSpaceError
@@ -24,13 +25,16 @@ from kvtuner.pipeline.stages.work_ahead import ForwardProgress
 from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
+from kvtuner.workers.rank_group import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from kvtuner.calibration.model_loading import LoadedModel
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.pipeline.options import CalibrateOptions, MeasurementOptions, SearchOptions
     from kvtuner.run_folder import RunFolder
+    from kvtuner.workers.rank_group import RankGroup
 
 
 def checked_shape(options: CalibrateOptions) -> ModelShape:
@@ -191,7 +195,9 @@ def measure_sensitivity(
     if options.measurement.three_bits and not measurement.quant.three_bits:
         say(f"3 bits are not measured: {why_no_three_bits(options.measurement, shape)}")
     say("loading the model ...")
-    loaded = load_model(replace(model_source(options.model), stream=options.stream), shape)
+    loaded = load_model(replace(model_source(options.model), stream=options.stream, ranks=options.tp), shape)
+    if options.tp > 1:
+        say(f"tensor parallelism: {_share_here(loaded)}")
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
     phases = Phases(bench, folder, progress=ForwardProgress(ahead))
@@ -199,6 +205,11 @@ def measure_sensitivity(
     _choose_layouts(options.measurement, phases)
     with phases.phase(phase):
         return phases, measure_table(phases.bench, folder, say)
+
+
+def _share_here(loaded: LoadedModel) -> str:
+    weights = list(loaded.model.parameters())
+    return f"{bytes_here(weights) / 1e9:.2f} of {sum(weight.nbytes for weight in weights) / 1e9:.2f} GB of weights here"
 
 
 def _choose_window(options: MeasurementOptions, phases: Phases) -> None:
@@ -230,10 +241,12 @@ def _choose_layouts(options: MeasurementOptions, phases: Phases) -> None:
 
 
 class SearchRun:
-    """One search with everything loaded and calibrated."""
+    """One search with everything loaded and calibrated, by this process or by its group of ranks."""
 
-    def __init__(self, options: SearchOptions, phases: Phases, table: SensitivityTable) -> None:
-        self.options, self.phases, self.table = options, phases, table
+    def __init__(
+        self, options: SearchOptions, phases: Phases, table: SensitivityTable, group: RankGroup = ALONE
+    ) -> None:
+        self.options, self.phases, self.table, self.group = options, phases, table, group
         self.layouts, self.window_length = phases.layouts, phases.window_length
         self.bench, self.folder, self.seed = phases.bench, phases.folder, options.measurement.seed
         self.shape = self.bench.loaded.shape
