@@ -31,21 +31,20 @@ import torch
 from cpu_parts.growth_plot import growth_picture
 from serving_parts.answering import Answered, by_client, local_server
 from serving_parts.engine_costs import decoding_after, hit_first_tokens, own_cost
-from serving_parts.subject import Subject
+from serving_parts.peak_memory import MIB, peak_of_answerer, peak_of_children
+from serving_parts.subject import LENGTHS, OWN, PACKED, Subject, random_prompt
 
 from kvtuner.bench.client import Client
 from kvtuner.bench.server import run_server
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from serving_parts.answering import Asked
 
     Rows = dict[str, dict[str, Any]]
 
-LENGTHS: Final = {"demo": (128, 64), "25M": (64, 32), "100M": (32, 16)}
-"""The tokens of prompts and answers, so that a round of any model takes a minute or so."""
 AT_ONCE: Final = 16
 FIGURES: Final = (
     ("tokens/s", "tokens_per_s", 1.0),
@@ -58,11 +57,6 @@ SGLANG: Final = (
     "--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-radix-cache", "--sleep-on-idle",
     "--max-total-tokens", "32768", "--max-running-requests", "64", "--mem-fraction-static", "0.5",
 )  # fmt: skip
-
-
-def random_prompt(rng: random.Random, length: int) -> list[int]:
-    """A prompt that begins like no other."""
-    return [rng.randrange(2, 500) for _ in range(length)]
 
 
 def equal_requests(rng: random.Random, name: str, count: int) -> list[Asked]:
@@ -129,10 +123,8 @@ def over_http(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[
     """Equal requests to SGLang and to `kvtuner serve-local`, by the same client."""
     tokenizer, rows = subject.loaded.tokenizer, {}
     with contextlib.ExitStack() as stack:
-        sglang = stack.enter_context(
-            run_server(["--model-path", str(subject.path), *SGLANG], folder / "sglang.log", 600)
-        )
-        clients = {"SGLang": Client(sglang.url, "sglang", "model", tokenizer, 600)}
+        url = stack.enter_context(sglang_server(subject, folder))
+        clients = {"SGLang": Client(url, "sglang", "model", tokenizer, 600)}
         for name, profile in (("serve-local", None), ("serve-local, K4V4", subject.profile_file)):
             url = stack.enter_context(local_server(subject.path, profile, 64))
             clients[name] = Client(url, "openai", "model", tokenizer, 600)
@@ -149,6 +141,33 @@ def over_http(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[
                 answer(equal_requests(random.Random(f"warm {count}"), subject.name, count))
             rows[f"{count} equal"] = in_turns(answerers, equal, args.rounds)
     return rows
+
+
+def memory(subject: Subject, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
+    """MiB of the processes of each way with its interpreter, libraries and weights, for as many equal requests."""
+    names = (OWN, PACKED, "generate", "continuous batching")
+    table = {name: peak_of_answerer(subject.name, folder / "memory", name, AT_ONCE) for name in names}
+    if args.sglang:
+        asked, tokenizer = equal_requests(random.Random(0), subject.name, AT_ONCE), subject.loaded.tokenizer
+        servers: dict[str, Callable[[], contextlib.AbstractContextManager[str]]] = {
+            "SGLang": lambda: sglang_server(subject, folder),
+            "serve-local": lambda: local_server(subject.path, None, AT_ONCE),
+            "serve-local, K4V4": lambda: local_server(subject.path, subject.profile_file, AT_ONCE),
+        }
+        for name, start in servers.items():
+            with start() as url:
+                loaded = peak_of_children()
+                client = Client(url, "sglang" if name == "SGLang" else "openai", "model", tokenizer, 600)
+                by_client(client, asked, AT_ONCE)
+                table[name] = {"loaded": loaded / MIB, "peak": peak_of_children() / MIB}
+    return table
+
+
+@contextlib.contextmanager
+def sglang_server(subject: Subject, folder: Path) -> Iterator[str]:
+    """The URL of SGLang until the block ends."""
+    with run_server(["--model-path", str(subject.path), *SGLANG], folder / "sglang.log", 600) as server:
+        yield server.url
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -173,6 +192,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             found["own_cost"] = own_cost(subject, args.growth)
         if args.sglang:
             found["http"] = over_http(subject, args, folder)
+        found["memory"] = memory(subject, args, folder)
         print(f"{name} is measured", file=sys.stderr)
         if args.json:
             args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -200,8 +220,13 @@ def page(results: dict[str, Any]) -> str:
             if part in found:
                 lines += [f"### {title}", "", *_throughput_table(found[part]), ""]
         for part, title in (
+            ("memory", f"MiB of processes: loaded, and at the peak of {AT_ONCE} equal requests"),
             ("decoding", "Milliseconds of processor time of a step of 4 requests, by context"),
-            ("hits", "Milliseconds to the first token of a prompt of 2,048 tokens, by the share that was a hit"),
+            (
+                "hits",
+                "Milliseconds to the first token of a prompt of 2,048 tokens, by the share that was a hit, and what its"
+                " other tokens take of a whole prompt",
+            ),
             ("own_cost", "A step of the engine by requests: milliseconds, and the share outside of the model"),
         ):
             if part in found:

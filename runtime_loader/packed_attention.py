@@ -13,6 +13,8 @@ import torch
 from kvtuner.quant import IDENTITY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kvtuner.quant import Transform
@@ -34,13 +36,16 @@ class PackedRows:
     format: RowFormat
 
     @classmethod
-    def zeros(cls, row_format: RowFormat, num_slots: int, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """Rows of zeros; `dtype` is the served one."""
+    def zeros(
+        cls, row_format: RowFormat, num_slots: int, dtype: torch.dtype, device: torch.device | str,
+        allocate: Callable[..., Tensor] = torch.zeros,
+    ) -> Self:  # fmt: skip
+        """Rows of zeros; `dtype` is the served one, and `allocate` is called as `torch.zeros`."""
         if row_format.spec is None:
             shape: tuple[int, ...] = (num_slots, row_format.num_heads, row_format.head_dim)
-            return cls(torch.zeros(shape, dtype=dtype, device=device), row_format)
+            return cls(allocate(shape, dtype=dtype, device=device), row_format)
         shape = (num_slots, row_format.row_bytes(dtype))
-        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), row_format)
+        return cls(allocate(shape, dtype=torch.uint8, device=device), row_format)
 
     @property
     def shape(self) -> tuple[int, int, int]:

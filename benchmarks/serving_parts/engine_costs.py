@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 STEPS = 30
 LONG_PROMPT = 2048
+CHUNK = 512
 SHORT_PROMPT = 64
 
 
@@ -38,22 +39,34 @@ def decoding_after(subject: Subject, contexts: Sequence[int], rounds: int) -> Ta
 
 
 def hit_first_tokens(subject: Subject, rounds: int) -> Table:
-    """Ms to the first token of a long prompt of which a share is in the prefix cache."""
-    rng, table = random.Random(0), {}
-    for share in (0.0, 0.25, 0.5, 0.75, 0.97):
-        times: dict[str, list[float]] = {OWN: [], PACKED: []}
-        for _ in range(rounds):
-            prompt = [rng.randrange(2, 500) for _ in range(LONG_PROMPT)]
-            for name, profile in ((OWN, None), (PACKED, subject.profile)):
-                with subject.engine(profile, 4, chunk_tokens=512) as engine:
-                    one = SamplingParameters(max_tokens=1)
+    """Processor ms to the first token of a long prompt of which a share is in the prefix cache.
+
+    *Of a whole prompt* is what the tokens behind that share take where nothing is a hit: later ones read more.
+    """
+    rng, one = random.Random(0), SamplingParameters(max_tokens=1)
+    shares = (0.0, 0.25, 0.5, 0.75, 0.97)
+    times: dict[tuple[str, float], list[float]] = {}
+    for _ in range(rounds):
+        prompt = [rng.randrange(2, 500) for _ in range(LONG_PROMPT)]
+        for name, profile in ((OWN, None), (PACKED, subject.profile)):
+            with subject.engine(profile, 4, chunk_tokens=CHUNK) as engine:
+                engine.submit(prompt, one)
+                chunks = [step for step, _ in timed_steps(engine, LONG_PROMPT // CHUNK)]
+            for share in shares:
+                num_hits = round(share * LONG_PROMPT)
+                with subject.engine(profile, 4, chunk_tokens=CHUNK) as engine:
                     if share:
-                        engine.generate([prompt[: round(share * LONG_PROMPT)]], one)
+                        engine.generate([prompt[:num_hits]], one)
                     start = time.process_time()
                     engine.generate([prompt], one)
-                    times[name].append(1e3 * (time.process_time() - start))
-        table[f"{100 * share:.0f}%"] = {name: statistics.median(each) for name, each in times.items()}
-    return table
+                    times.setdefault((name, share), []).append(1e3 * (time.process_time() - start))
+                first, within = divmod(num_hits, CHUNK)
+                left = sum(chunks[first + 1 :]) + chunks[first] * (1 - within / CHUNK)
+                times.setdefault((f"{name}, of a whole prompt", share), []).append(left)
+    names = list(dict.fromkeys(name for name, _ in times))
+    return {
+        f"{100 * share:.0f}%": {name: statistics.median(times[name, share]) for name in names} for share in shares
+    }  # fmt: skip
 
 
 def own_cost(subject: Subject, counts: Sequence[int]) -> Table:
@@ -83,7 +96,7 @@ def start_decoding(engine: LocalEngine, count: int, length: int) -> None:
         engine.step()
 
 
-def timed_steps(engine: LocalEngine) -> list[tuple[float, float]]:
+def timed_steps(engine: LocalEngine, num_steps: int = STEPS) -> list[tuple[float, float]]:
     """The processor ms of some steps, and of what is not the forward of the model."""
     runner: Any = engine._runner
     run, steps, inside = runner.run, [], [0.0]
@@ -95,7 +108,7 @@ def timed_steps(engine: LocalEngine) -> list[tuple[float, float]]:
         return logits
 
     runner.run = timed
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         start = time.process_time()
         engine.step()
         whole = time.process_time() - start

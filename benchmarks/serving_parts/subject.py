@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.model_loading import LoadedModel, ModelSource, load_model
 from kvtuner.evaluation.scheme_registry import named_scheme
@@ -13,6 +13,7 @@ from serving_parts.answering import by_continuous_batching, by_engine, by_genera
 from serving_parts.random_models import model_folder
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
 OWN: str = "engine"
 PACKED: str = "engine, K4V4"
+
+
+LENGTHS: Final = {"demo": (128, 64), "25M": (64, 32), "100M": (32, 16)}
+"""The tokens of prompts and answers, so that a round of any model takes a minute or so."""
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    """A prompt that begins like no other."""
+    return [rng.randrange(2, 500) for _ in range(length)]
 
 
 class Subject:

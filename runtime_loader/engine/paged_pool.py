@@ -5,6 +5,7 @@ All layers share the numbers of pages and slots. Knows nothing of tokens, reques
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,11 +21,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from kvtuner.runtime_loader.row_format import LayerFormat
 
 DEFAULT_KV_MEMORY: Final = 1 << 30
 """The most bytes of a pool that nobody sized."""
+_ALIGNMENT: Final = 64
+"""The bytes that torch's own tensors are aligned to."""
+
+
+def unwritten_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a processor take memory as they are written: most of a pool may never be."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    host = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)  # torch.zeros would write them
+    start = -host.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(host[start : start + num_bytes]).view(dtype).view(*shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +104,10 @@ class PagedPool:
         self.shape, self.num_pages, self.device = shape, num_pages, device
         slots = num_pages * shape.page_size
         self.layers = [
-            tuple(PackedRows.zeros(side, slots, shape.dtype, device) for side in (layer.k, layer.v))
+            tuple(PackedRows.zeros(side, slots, shape.dtype, device, unwritten_zeros) for side in (layer.k, layer.v))
             for layer in shape.layers
         ]
-        # On the host, whose memory takes no bytes of what nobody has written.
+        # On the host.
         self._table = np.zeros((shape.max_requests, shape.pages_per_request * shape.page_size), dtype=np.int64)
         self._of_page = np.arange(shape.page_size)
         self._copies: ExactRings | None = None
