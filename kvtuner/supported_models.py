@@ -1,7 +1,7 @@
 """The models that kvtuner takes, and what their layers cache, by their configuration alone. Knows nothing of weights.
 
-Layers that read all tokens are tuned, those that cache latents among them. A search and a transformers cache leave
-other layers as they are beside them, and SGLang those with a window.
+Layers that read all tokens are tuned, those that cache latents among them. A search, a transformers cache and SGLang
+leave other layers as they are beside them.
 """
 
 from __future__ import annotations
@@ -154,10 +154,10 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
 
 
 def read_served_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:
-    """What every layer of a model caches that SGLang serves with a profile: all tokens, or those of a window.
+    """What every layer of a model caches that SGLang serves with a profile: all tokens, those of a window, or none.
 
     Raises:
-        UnsupportedModelError: A layer has another cache, or none.
+        UnsupportedModelError: A layer has another cache.
         GeometryError: The configuration does not tell its heads.
     """
     geometry = read_cache_geometry(config, context_length=context_length)
@@ -167,8 +167,6 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
         kind = types[min(layer_id, len(types) - 1)]
         if layer.kind.name == "latent":
             raise UnsupportedModelError(_not_served(name, "multi-head latent attention (MLA)"))
-        if kind in _BESIDE_STATES or not layer.kind.owns_cache:
-            raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, a layer without a KV cache"))
         if kind == "chunked_attention" and layer.kind != LayerKind():
             raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, which reads its chunk alone"))
     return geometry

@@ -82,18 +82,18 @@ def test_a_model_whose_layers_read_every_token_is_taken(config: PreTrainedConfig
         refuse_other_caches(config)
 
 
-def test_a_server_takes_layers_that_read_all_tokens_or_a_window() -> None:
+def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_without_keys() -> None:
     kinds = [layer.kind.name for layer in read_served_geometry(Gemma3TextConfig(num_hidden_layers=6)).layers]
     assert kinds == ["window"] * 5 + ["full"]
     assert read_served_geometry(LlamaConfig()).tuned().layer_ids is None
     assert read_served_geometry(GptOssConfig()).tuned().num_layers == 18
+    assert read_served_geometry(Qwen3NextConfig()).tuned().ids == tuple(range(3, 48, 4))
+    assert read_served_geometry(FalconH1Config()).tuned().layer_ids is None
 
 
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (Qwen3NextConfig(), "linear_attention in layer 0, a layer without a KV cache"),
-        (FalconH1Config(), "hybrid in layer 0, a layer without a KV cache"),
         (Llama4TextConfig(), "chunked_attention in layer 0, which reads its chunk alone"),
         (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
     ],

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE: Final = ROOT / "docs" / "models.md"
 BEGIN: Final = "<!-- made by python -m tools.make_models_table -->"
-SERVERS: Final = ("test_agreement.py", "layers/test_windows.py")
+SERVERS: Final = ("test_agreement.py", "layers/test_windows.py", "layers/test_states.py")
 """The tests of tests/sglang/ that start a real server for each of their `FAMILIES`."""
 CHAINS: Final = ("Cohere", "Granite", "StableLm", "Olmo2", "GPTNeoX", "OPT", "GPT2")
 """The prefixes of models that tests run layer by layer alone."""
@@ -118,7 +118,7 @@ def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -
     from sglang.srt.models.registry import ModelRegistry
 
     from kvtuner.errors import KVTunerError
-    from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
+    from kvtuner.runtime_loader.sglang.compat.model import keeps_states, refuse_other_pools
     from kvtuner.supported_models import read_served_geometry
 
     if model_class is None:
@@ -128,13 +128,17 @@ def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -
         geometry = read_served_geometry(config)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            refuse_other_pools(ModelConfig(folder), geometry)
+            read = ModelConfig(folder)
+            refuse_other_pools(read, geometry)
+            has_states = keeps_states(read)
     except KVTunerError as error:
         return f"refused: {_short(str(error))}"
     except Exception as error:  # whatever SGLang raises of a configuration without weights
         return f"refused: SGLang does not read its configuration ({type(error).__name__})"
     if not ModelRegistry.is_arch_supported(config.architectures[0]):
         return "by transformers' code in SGLang, untested"
+    if has_states:
+        return "states by SGLang's kernels, untested"
     has_windows = any(layer.kind.name == "window" for layer in geometry.layers)
     return "windows by SGLang's kernels, untested" if has_windows else "plain attention, untested"
 
@@ -151,7 +155,7 @@ def _module(path: Path) -> ModuleType:
 def _short(text: str) -> str:
     """A refusal without the model's name and the way out, for a cell."""
     text = text.partition(" has ")[2] or text
-    for end in (";", ", which was tried", ": a window", ": run", ", which reads", ": it is", ": is this"):
+    for end in (";", ", which was tried", ": a window", ": run", ", which reads", ": it is", ": is this", ": layers"):
         text = text.partition(end)[0]
     return text.replace("|", "/")
 

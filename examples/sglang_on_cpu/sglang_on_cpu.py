@@ -10,6 +10,7 @@ import importlib.util
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import delta_rule_in_torch
 import transfer_over_tcp
 
 
@@ -184,6 +185,7 @@ def __getattr__(name: str) -> Any:
         def init_backend(self) -> None:
             run_adapters()
             list_slots_in_torch()
+            delta_rule_in_torch.install()
             send_without_streams()
             keep_pools_where_lmcache_reads_them()
             if importlib.util.find_spec("mooncake") is None:
@@ -194,6 +196,9 @@ def __getattr__(name: str) -> Any:
 
         def is_pin_memory_available(self, device: Any = None) -> bool:
             return False
+
+        def support_mamba_cache_extra_buffer(self) -> bool:
+            return True
 
         def get_compile_backend(self, mode: str | None = None) -> str:
             return "eager"

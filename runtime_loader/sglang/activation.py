@@ -11,7 +11,7 @@ from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, r
 from kvtuner.runtime_loader.model_check import calibrated_positions
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
-from kvtuner.runtime_loader.sglang.compat.model import model_config_of
+from kvtuner.runtime_loader.sglang.compat.model import keeps_states, model_config_of
 from kvtuner.runtime_loader.sglang.compat.processes import (
     decide,
     on_ready,
@@ -26,7 +26,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     METADATA_BACKEND,
     ROLES,
     has_adapters,
-    refuse_beside_windows,
+    refuse_beside_other_layers,
     refuse_flags,
 )
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
@@ -113,8 +113,10 @@ def _check(server_args: Any) -> None:
         model_config = model_config_of(server_args)
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
         profile = loaded.profile(model_config)
-        if profile.tuned_geometry().layer_ids is not None:
-            refuse_beside_windows(arguments)
+        if keeps_states(model_config):
+            refuse_beside_other_layers(arguments, "layers that keep a state")
+        elif profile.tuned_geometry().layer_ids is not None:
+            refuse_beside_other_layers(arguments, "layers with a window")
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         if arguments.speculative_algorithm is not None and profile.window.num_tokens:
             raise ServingError(

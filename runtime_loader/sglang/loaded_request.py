@@ -100,7 +100,9 @@ class LoadedRequest:
         geometry = read_served_geometry(config, context_length=context_length)
         refuse_other_pools(model_config, geometry)
         if self.named_profile is not None:
-            if not self.named_profile.geometry.is_by_layer:
+            if not self.named_profile.geometry.is_by_layer and any(
+                layer.kind.name == "window" for layer in geometry.layers
+            ):
                 refuse_other_caches(config, context_length=context_length)  # which says how to serve without windows
             check_model(self.named_profile, config, context_length=context_length)
             return self.named_profile

@@ -182,7 +182,7 @@ LORA_RULES: Final = (
 )
 """Rules beside adapters (LoRA)."""
 
-WINDOW_RULES: Final = (
+OTHER_LAYER_RULES: Final = (
     OptionRule("disaggregation_mode", (None, "null"), "it was never tried"),
     OptionRule("pp_size", (None, 1), "stages of such models are not planned"),
     *(
@@ -196,7 +196,7 @@ WINDOW_RULES: Final = (
         )
     ),
 )
-"""Rules beside layers with a window."""
+"""Rules beside layers with a window or without keys."""
 
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
@@ -255,9 +255,9 @@ def refuse_flags(
             raise ServingError(f"{name} does not work with {what}: {reason}; unset it")
 
 
-def refuse_beside_windows(arguments: Any) -> None:
-    """Refuse an option that a model does not work with some of whose layers have a window."""
-    _refuse_options(arguments, WINDOW_RULES, "a packed KV pool beside layers with a window")
+def refuse_beside_other_layers(arguments: Any, others: str) -> None:
+    """Refuse an option that a model does not work with that has `others` beside packed layers."""
+    _refuse_options(arguments, OTHER_LAYER_RULES, f"a packed KV pool beside {others}")
 
 
 def has_adapters(arguments: Any) -> bool:

@@ -29,7 +29,7 @@ from kvtuner.runtime_loader.sglang.process_state import (
     RankState,
     process_state,
 )
-from kvtuner.runtime_loader.sglang.self_test import announce_capacity, announce_window_layers
+from kvtuner.runtime_loader.sglang.self_test import announce_capacity, announce_states, announce_window_layers
 from kvtuner.runtime_loader.sglang.transfers import install_transfers, tell_of_windows
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 
@@ -58,7 +58,7 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
-        on_pool(PackedKVPool, announce_window_layers)
+        on_pool(PackedKVPool, announce_window_layers, announce_states)
         on_capacity(
             RankBytes(_bytes_per_token, _bytes_per_request, _workspace_bytes, _most_requests), announce_capacity
         )

@@ -137,6 +137,11 @@ def announce_window_layers(layer_ids: Sequence[int], num_tokens: int, num_bytes:
     )  # fmt: skip
 
 
+def announce_states(num_states: int, num_bytes: int) -> None:
+    """Say in the log what the states of layers without keys take, which SGLang keeps in a pool of their own."""
+    logger.info("layers without keys have %s states each, %s bytes in all", f"{num_states:,}", f"{num_bytes:,}")
+
+
 def announce_window(pool: PackedKVPool, ranks: ParallelRanks) -> None:
     """Say in the log what the copies of an exact window take, and set their metrics, 0 without one."""
     copies, profile = pool.copies, pool.rank_state.profile

@@ -23,7 +23,8 @@ KINDS = {
     "gemma2": "window:24 full", "gemma3": "window:24 full", "gpt-oss": "window:24 full", "cohere2": "window:24 full",
     "olmo3": "window:24 full", "mimo-v2": "window:24 full", "gemma4": "window:24 full", "qwen3-next": "none full",
     "qwen3.5": "none full", "lfm2": "none full", "granite4": "none full", "nemotron-h": "none full",
-    "falcon-h1": "full", "qwen2.5-vl": "full", "mistral3": "full", "llama4-images": "window:24 full",
+    "qwen3.5-images": "none full", "falcon-h1": "full", "qwen2.5-vl": "full", "mistral3": "full",
+    "llama4-images": "window:24 full",
 }  # fmt: skip
 
 
@@ -39,10 +40,10 @@ def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_p
     assert {row["layer"] for row in searched.scores} == set(profile.tuned_geometry().ids)
     for kind in KINDS[name].split() if profile.geometry.is_by_layer else ():
         assert f"kind {kind}" in searched.shown
-    # transformers loads the text of Llama 4 alone, whose configuration lacks the images' part.
+    # transformers loads the text of these alone, whose configuration lacks the images' part.
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"the profile of llama4-images is for configuration")
-        cache = searched.read_back(allow_derived=name == "llama4-images")
+        warnings.filterwarnings("ignore", message=rf"the profile of {name} is for configuration")
+        cache = searched.read_back(allow_derived=name in ("llama4-images", "qwen3.5-images"))
     assert cache.stored_bytes == TOKENS * profile.bytes_per_token()
 
 

@@ -64,7 +64,7 @@ OTHER_CACHES = {
         "DeepseekV2",
         {"kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 2},
     ),
-    "layers without a KV cache (linear attention or state spaces)": (
+    "no layer with a KV cache: there is nothing to tune": (
         "Qwen3Next",
         {"num_experts": 0, "linear_num_key_heads": 2},
     ),
@@ -80,8 +80,7 @@ def test_a_model_with_another_cache(what: str, refused: Refused, make_tokenizer:
     config.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
-    # With a radix cache SGLang itself refuses linear attention on a processor.
-    assert what in refused(tmp_path, *flags, "--disable-radix-cache")
+    assert what in refused(tmp_path, *flags)
 
 
 def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Refused, fitting: Path) -> None:

@@ -61,8 +61,7 @@ class SchemeSizes:
             raise ServingError("a plan is of SGLang, which serves no latents by a profile yet: leave the plan out")
         if not all(layer.kind.owns_cache for layer in shape.cache.layers):
             raise ServingError(
-                "a plan is of SGLang, which serves no model with layers without keys by a profile yet: leave the plan"
-                " out"
+                "a plan does not count the states that SGLang keeps of layers without keys yet: leave the plan out"
             )
         self.shape, self.quant, self.server = shape, quant, server
         self.ranks = serving_ranks(quant, shape, tp_size=server.tp_size, pp_size=server.pp_size)

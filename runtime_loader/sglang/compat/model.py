@@ -14,7 +14,7 @@ from kvtuner.layer_ranges import write_layers
 if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry
 
-__all__ = ["configuration_of", "has_attention_sinks", "model_config_of", "refuse_other_pools"]
+__all__ = ["configuration_of", "has_attention_sinks", "keeps_states", "model_config_of", "refuse_other_pools"]
 
 TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
 """The flag by which SGLang takes a model that reads images for one of text."""
@@ -27,9 +27,9 @@ _MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
 def configuration_of(model_config: Any) -> Any:
     """The configuration of a model as transformers reads it and profiles record it, with what a server overrides."""
     config = model_config.hf_config
-    if config.model_type not in _MADE_ALIKE:
+    if config.model_type not in _MADE_ALIKE and not keeps_states(model_config):
         return config
-    own = type(config).from_pretrained(model_config.model_path, revision=model_config.revision)
+    own = _own_class(config).from_pretrained(model_config.model_path, revision=model_config.revision)
     for name, value in model_config.model_override_args.items():
         part: Any = getattr(own, name, None)
         if isinstance(value, dict) and hasattr(part, "get_text_config"):  # a configuration inside it
@@ -39,8 +39,21 @@ def configuration_of(model_config: Any) -> Any:
     return own
 
 
+def _own_class(config: Any) -> Any:
+    """The class that transformers has of a configuration, which SGLang reads by its own where layers keep states."""
+    import transformers
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    return getattr(transformers, CONFIG_MAPPING_NAMES.get(config.model_type, ""), type(config))
+
+
+def keeps_states(model_config: Any) -> bool:
+    """Whether some layers of a model keep a state of each request, of linear attention, convolutions or the like."""
+    return mambaish_config(model_config) is not None
+
+
 def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
-    """Refuse a model to which SGLang does not give one dense KV pool, or whose windows its attention is not told.
+    """Refuse a model whose full layers SGLang keeps otherwise than in a dense KV pool, or takes for other layers.
 
     Its geometry is read from its configuration.
     """
@@ -48,8 +61,6 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     attention = model_config.attention_arch
     reasons = {
         f"{name} has {attention.name} attention, which SGLang keeps in another pool": attention != AttentionArch.MHA,
-        f"{name} has layers without a KV cache (linear attention or state spaces), which SGLang keeps in a pool of two"
-        " kinds": mambaish_config(model_config) is not None,
         f"{name} generates no text": not model_config.is_generation,
     }
     for reason, is_true in reasons.items():
@@ -60,6 +71,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f"{name} reads more than text, which was tried with a packed KV pool for {' and '.join(WITH_IMAGES)} alone;"
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
+    _refuse_other_states(model_config, geometry)
     windows = [layer_id for layer_id, layer in enumerate(geometry.layers) if layer.kind.name == "window"]
     apart = (model_config.swa_attention_layer_ids or []) if model_config.is_hybrid_swa else windows
     if apart != windows:
@@ -72,6 +84,31 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"
             " without a profile"
+        )
+
+
+def _refuse_other_states(model_config: Any, geometry: CacheGeometry) -> None:
+    """Refuse a model whose layers with keys, beside those that keep a state, are others in SGLang."""
+    name, beside = model_config.hf_config.architectures[0], mambaish_config(model_config)
+    if beside is None:
+        if any(layer.kind.name == "none" for layer in geometry.layers):
+            raise UnsupportedModelError(
+                f"{name} has layers that keep a state, for which SGLang has no pool; serve it without a profile, or"
+                " by KVTunerCache"
+            )
+        return
+    full = [layer_id for layer_id, layer in enumerate(geometry.layers) if layer.kind.name == "full"]
+    try:
+        served = list(beside.full_attention_layer_ids)
+    except AttributeError as error:  # of a field that SGLang reads and transformers leaves out
+        raise UnsupportedModelError(
+            f"{name} is configured without {error.name}, by which SGLang tells which layers have keys; add it to its"
+            " config.json, as the hub's checkpoints have it"
+        ) from error
+    if served != full:
+        raise UnsupportedModelError(
+            f"SGLang gives keys to other layers of {name} than its configuration does: layers"
+            f" {write_layers(served) or 'of none'} in place of {write_layers(full)}; serve it without a profile"
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvtuner.errors import ServingError
@@ -39,11 +40,16 @@ _FULL_PART: Final = "Full"
 """SGLang's label of the part of full layers in a pool that has another for windows."""
 
 
-def on_pool(pool_class: type, announce_windows: Callable[[Sequence[int], int, int], None]) -> None:
-    """Build dense pools as `pool_class`, and so the part of full layers where SGLang keeps windows in a part of theirs.
+def on_pool(
+    pool_class: type,
+    announce_windows: Callable[[Sequence[int], int, int], None],
+    announce_states: Callable[[int, int], None],
+) -> None:
+    """Build dense pools as `pool_class`, and so the part of full layers where SGLang keeps other layers in theirs.
 
     A part is told the global ids of its layers, as `layer_ids`. `announce_windows` is called with those of the layers
-    with a window in the other part, the tokens that this holds, and its bytes.
+    with a window in the other part, the tokens that this holds, and its bytes; `announce_states` with the states that
+    the pool of layers without keys holds of each of them, and its bytes.
     """
 
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -69,6 +75,15 @@ def on_pool(pool_class: type, announce_windows: Callable[[Sequence[int], int, in
         announce_windows(self.layer_info.swa_attention_layer_ids, windows.size, sum(windows.get_kv_size_bytes()))
         return built
 
+    def build_beside_states(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        if self.is_draft_worker:
+            return original(self, **kwargs)
+        kwargs["mha_pool_class"] = partial(pool_class, layer_ids=layers_of_pool(self))
+        with refusing():
+            built = original(self, **kwargs)
+        announce_states(built.mamba_pool.size, built.mamba_pool.mamba_cache.mem_usage_bytes())
+        return built
+
     absent = release_rules().absent
     for name, parameters in _OVERRIDDEN.items():
         if name not in absent:
@@ -77,18 +92,23 @@ def on_pool(pool_class: type, announce_windows: Callable[[Sequence[int], int, in
     install(
         f"{_CONFIGURATOR}._build_hybrid_swa_kv_pool", build_parts, AROUND, "full_max_total_num_tokens", "mha_pool_class"
     )
+    of_states = f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool"
+    install(of_states, build_beside_states, AROUND, "max_total_num_tokens", "req_to_token_pool", "mha_pool_class")
 
 
 def layers_of_pool(kvc: Any) -> Sequence[int]:
     """The global ids of the layers of this rank that a configurator gives the packed pool."""
     if kvc.is_hybrid_swa:
         return tuple(kvc.layer_info.full_attention_layer_ids)
-    return range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
+    layers = range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
+    if kvc.mambaish_config is not None:
+        return tuple(layer for layer in kvc.mambaish_config.full_attention_layer_ids if layer in layers)
+    return layers
 
 
 def full_part(pool: Any) -> Any:
-    """The part of a pool that holds full layers: all of it, but where SGLang keeps windows in a part of theirs."""
-    return pool.full_kv_pool if isinstance(pool, SWAKVPool) else pool
+    """The part of a pool that holds full layers: all of it, but where SGLang keeps other layers in a part of theirs."""
+    return pool.full_kv_pool if isinstance(pool, SWAKVPool) or type(pool) is HybridLinearKVPool else pool
 
 
 def generations_of(request_pool: Any) -> torch.Tensor:

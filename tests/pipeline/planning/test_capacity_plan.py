@@ -153,7 +153,7 @@ def test_the_largest_budget_leaves_room_for_what_sglang_keeps_of_windows(hub_mod
 
 
 def test_layers_without_keys_are_not_planned(model_folder: Callable[..., Path]) -> None:
-    with pytest.raises(ServingError, match="serves no model with layers without keys by a profile yet"):
+    with pytest.raises(ServingError, match="does not count the states that SGLang keeps"):
         plan_of(model_folder("qwen3.5"), gpu="H100")
 
 

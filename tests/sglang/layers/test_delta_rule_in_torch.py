@@ -1,0 +1,125 @@
+"""The stand-ins for SGLang's kernels of linear attention, against transformers' functions of the same name."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.models.qwen3_next import modeling_qwen3_next as transformers_code
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+LENGTHS = (1, 64, 3, 130, 65)
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, SLOTS = 2, 6, 16, 24, 9
+
+
+@pytest.fixture(scope="module")
+def stand_ins() -> ModuleType:
+    path = Path(__file__).resolve().parents[3] / "examples" / "sglang_on_cpu" / "delta_rule_in_torch.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def states(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def inputs() -> dict[str, Any]:
+    """Queries, keys, values and gates of requests of `LENGTHS`, one after the other, and the states of all slots."""
+    tokens = sum(LENGTHS)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return {
+        "q": states(1, tokens, KEY_HEADS, KEY_DIM, seed=0),
+        "k": states(1, tokens, KEY_HEADS, KEY_DIM, seed=1),
+        "v": states(1, tokens, HEADS, VALUE_DIM, seed=2),
+        "g": -functional.softplus(states(1, tokens, HEADS, seed=3)),
+        "beta": states(1, tokens, HEADS, seed=4).sigmoid(),
+        "initial_state": states(SLOTS, HEADS, VALUE_DIM, KEY_DIM, seed=5),
+        "initial_state_indices": torch.tensor([4, 0, 8, 2, 7]),
+        "cu_seqlens": ends,
+    }
+
+
+@pytest.mark.parametrize("function", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
+def test_requests_of_many_lengths_read_and_leave_what_transformers_does(
+    function: str, stand_ins: ModuleType, inputs: dict[str, Any]
+) -> None:
+    reference = getattr(transformers_code, function)
+    before = inputs["initial_state"].clone()
+    read, _, kept = stand_ins.gated_delta_rule(**inputs, use_qk_l2norm_in_kernel=True)
+    ends, slots = inputs["cu_seqlens"].tolist(), inputs["initial_state_indices"].tolist()
+    for begin, end, slot in zip(ends, ends[1:], slots, strict=False):
+        one = {name: inputs[name][:, begin:end] for name in ("q", "k", "v", "g", "beta")}
+        q, k = (one.pop(name).repeat_interleave(HEADS // KEY_HEADS, dim=2) for name in ("q", "k"))
+        expected, last = reference(
+            q, k, one.pop("v"), **one, initial_state=before[slot][None].transpose(-1, -2), output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(read[:, begin:end], expected, rtol=1e-4, atol=1e-5)  # other orders of sums
+        torch.testing.assert_close(inputs["initial_state"][slot], last[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    assert torch.equal(inputs["initial_state"][untouched], before[untouched])
+    # A state in front of every 64 tokens: 1, 1, 1, 3 and 2 of them.
+    assert kept.shape == (1, 8, HEADS, VALUE_DIM, KEY_DIM)
+    assert torch.equal(kept[0, [0, 1, 2, 3, 6]], before[slots])
+
+
+def test_a_state_kept_at_64_tokens_is_that_of_a_request_of_64(stand_ins: ModuleType, inputs: dict[str, Any]) -> None:
+    _, _, kept = stand_ins.gated_delta_rule(**inputs, inplace_update=False)
+    begin = int(inputs["cu_seqlens"][3])
+    short = {name: inputs[name][:, begin : begin + 64] for name in ("q", "k", "v", "g", "beta")}
+    own = inputs["initial_state"].clone()
+    stand_ins.gated_delta_rule(
+        **short, initial_state=own, initial_state_indices=torch.tensor([2]), cu_seqlens=torch.tensor([0, 64])
+    )
+    assert torch.equal(kept[0, 4], own[2])
+    assert not torch.equal(own[2], inputs["initial_state"][2])
+
+
+def test_a_step_of_many_requests_is_a_prompt_of_one_token_of_each(
+    stand_ins: ModuleType, inputs: dict[str, Any]
+) -> None:
+    slots = torch.tensor([3, -1, 5, 1])  # one fills the batch
+    q, k, v = (inputs[name][0, :4].flatten(1) for name in ("q", "k", "v"))
+    a, b = states(4, HEADS, seed=6), states(4, HEADS, seed=7)
+    decay, bias = states(HEADS, seed=8), states(HEADS, seed=9)
+    table, out = inputs["initial_state"].clone(), torch.full((4, 1, HEADS, VALUE_DIM), torch.nan)
+    stand_ins.gated_delta_rule_of_one_token(
+        mixed_qkv=torch.cat((q, k, v), dim=1), a=a, b=b, A_log=decay, dt_bias=bias, scale=KEY_DIM**-0.5,
+        initial_state=table, out=out, ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    g = -decay.exp() * functional.softplus(a + bias)
+    for request, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        q, k = (inputs[name][:, request : request + 1].repeat_interleave(3, dim=2) for name in ("q", "k"))
+        before = inputs["initial_state"][slot][None].transpose(-1, -2)
+        expected, last = transformers_code.torch_recurrent_gated_delta_rule(
+            q, k, inputs["v"][:, request : request + 1], g=g[None, request : request + 1],
+            beta=b[None, request : request + 1].sigmoid(), initial_state=before, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[request], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(table[slot], last[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
+    assert torch.equal(table[[0, 2, 4, 6, 7, 8]], inputs["initial_state"][[0, 2, 4, 6, 7, 8]])
+
+
+def test_the_norm_behind_it_is_that_of_transformers(stand_ins: ModuleType) -> None:
+    numbers, gate = states(5, HEADS, VALUE_DIM, seed=0), states(5, HEADS, VALUE_DIM, seed=1)
+    norm = transformers_code.Qwen3NextRMSNormGated(VALUE_DIM, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    own = stand_ins.gated_norm(numbers, norm.weight, None, z=gate, eps=1e-3, is_rms_norm=True)
+    torch.testing.assert_close(own, norm(numbers, gate), rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        stand_ins.gated_norm(numbers, norm.weight, None, z=gate, is_rms_norm=False)

@@ -1,0 +1,193 @@
+"""Models with layers that keep a state of each request: their layers with keys are served packed beside those."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.precision import ExactWindow
+
+if TYPE_CHECKING:
+    from fixture_types import (
+        Compare,
+        CompareServed,
+        MixedProfile,
+        ModelFolder,
+        ProfileOf,
+        Prompts,
+        Refused,
+        RunProgram,
+        SaveProfile,
+        Serve,
+    )
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+L, F = "linear_attention", "full_attention"
+_DELTA: dict[str, Any] = {"layer_types": [L, F, L, F, L, F], "num_hidden_layers": 6, "full_attention_interval": 2}
+"""Layers with keys of all widths, and one of 16 bits. SGLang reads the interval, transformers the types."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3-next": _DELTA,
+    "qwen3.5": _DELTA,
+    "qwen3.5-images": _DELTA,
+    "lfm2": {"layer_types": ["conv", F, "conv", F, "conv", F], "num_hidden_layers": 6},
+}
+TEXT_ALONE = ("--json-model-override-args", '{"language_model_only": true}')
+"""What lets SGLang serve the text of Qwen3.5, whose checkpoints read images too."""
+STATES = 48
+"""The states of each layer: a running request takes several, and a prefix that is kept one."""
+FLAGS = ("--max-mamba-cache-size", str(STATES), "--skip-server-warmup")
+BY_NAME = ("--attention-backend", "triton")
+"""SGLang asks for this backend by name before it knows of a profile, and refuses the name for LFM2."""
+EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+"""SGLang keeps the inputs of convolutions in bfloat16 by default, whatever the model's dtype."""
+LENGTHS = (5, 70, 1, 33)
+"""The lengths of prompts, of which one is longer than a chunk of the linear layers."""
+STATE_BYTES = dict.fromkeys(FAMILIES, 3 * 4 * (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16))) | {"lfm2": 3 * 4 * 2 * 64}
+"""The bytes of a state in all three layers without keys: what the delta rule keeps, and inputs of convolutions."""
+WINDOWS = {"qwen3-next": ExactWindow(8, 2)}
+"""The exact windows of the profiles of some of them."""
+
+
+def flags_of(name: str) -> tuple[str, ...]:
+    """The flags that a family is served with."""
+    return (*FLAGS, *(BY_NAME if name != "lfm2" else ()), *(TEXT_ALONE if "images" in name else ()))
+
+
+def number(pattern: str, log: str) -> int:
+    """The number that the log has at a pattern's group."""
+    match = re.search(pattern, log)
+    assert match is not None, pattern
+    return int(match[1].replace(",", ""))
+
+
+def packed_bytes(profile: Profile) -> int:
+    """The bytes of a token in the packed layers of a profile, of which the last has 16 bits, in float32 here."""
+    geometry, shape = profile.tuned_geometry(), profile.row_shape(1)
+    native = 4 * geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
+    return sum(shape.pair_bytes(pair) for pair in profile.tuned_pairs[:-1]) + native
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_with_keys_are_packed_beside_those_that_keep_states(
+    name: str, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+) -> None:
+    folder = model_folder(name, **FAMILIES[name])
+    profile = mixed_profile(folder, by_kinds=True, window=WINDOWS.get(name))
+    served = compare_served(folder, profile, *flags_of(name), lengths=LENGTHS, num_tokens=24, **EXACT)
+    assert served.agreement.own > 1e-5
+    assert served.agreement.is_near, served.agreement
+    assert "\n  1:K4V4,3:K8V3,5:K16V16\n" in served.log
+    in_bf16 = 3 * 2 * 2 * 2 * profile.tuned_geometry().head_dim
+    assert f"\n  {packed_bytes(profile):,} bytes per token, {in_bf16:,} in bf16" in served.log
+    taken = (STATES + 1) * STATE_BYTES[name]  # one pads batches
+    assert f"layers without keys have {STATES} states each, {taken:,} bytes in all\n" in served.log
+
+
+def test_16_bits_and_a_server_without_a_profile_are_plain_transformers(
+    serve: Serve, compare: Compare, model_folder: ModelFolder, profile_of: ProfileOf, save_profile: SaveProfile,
+    prompts: Prompts,
+) -> None:  # fmt: skip
+    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    native = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(16, 16)] * 3, by_kinds=True)
+    for flags in ((), ("--kvtuner-profile", str(save_profile(native)))):
+        with serve(folder, *flags, *flags_of("qwen3-next"), "--triton-attention-num-kv-splits", "1", **EXACT) as server:
+            agreement = compare(server, folder, native, prompts(5, 33, 70), 12)
+            assert ("by profile" in server.log) == bool(flags)
+        assert agreement.own < 1e-12
+        assert agreement.divergence < 1e-6
+        assert agreement.same_argmax == 1
+
+
+@pytest.mark.full
+def test_ranks_share_the_heads_of_keys_and_of_states(
+    compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+) -> None:
+    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    profile, flags = mixed_profile(folder, by_kinds=True), (*flags_of("qwen3-next"), "--tp-size", "2")
+    served = compare_served(folder, profile, *flags, lengths=LENGTHS, num_tokens=24, **EXACT)
+    assert served.agreement.own > 1e-5
+    assert served.agreement.is_near, served.agreement
+    taken = (STATES + 1) * STATE_BYTES["qwen3-next"] // 2
+    assert served.log.count(f"layers without keys have {STATES} states each, {taken:,} bytes in all") == 2
+
+
+@pytest.mark.parametrize("window", [ExactWindow(), ExactWindow(8, 2)], ids=str)
+def test_both_pools_take_the_available_bytes(
+    window: ExactWindow, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile
+) -> None:
+    """SGLang takes states from its memory first, by a ratio of the whole; packed rows get the rest to the byte."""
+    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    profile = mixed_profile(folder, by_kinds=True, window=window)
+    all_memory = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.1", "--skip-server-warmup")
+    flags = (*BY_NAME, "--mamba-full-memory-ratio", "0.5", "--page-size", "16", *all_memory)
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *flags, **EXACT) as server:
+        log = server.log
+    rows = number(r"([\d,]+) bytes are available for the KV cache", log)
+    copies = number(r"beside ([\d,]+) bytes for the exact copies", log) if window.num_tokens else 0
+    of_states = number(r"layers without keys have [\d,]+ states each, ([\d,]+) bytes", log)
+    tokens = number(r"\n  ([\d,]+) tokens, in bytes that hold", log)
+    assert tokens > 100_000
+    assert tokens == number(r"available for the KV cache: ([\d,]+) tokens", log)
+    assert rows - 16 * packed_bytes(profile) < tokens * packed_bytes(profile) <= rows
+    # SGLang's own sizes are in binary gigabytes, as floats.
+    whole = rows + copies + of_states
+    assert of_states == pytest.approx(whole / 3, abs=2 * STATE_BYTES["qwen3-next"] + 16 * packed_bytes(profile))
+
+
+def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
+    serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile, prompts: Prompts
+) -> None:
+    """A hit takes the state that was kept at its end up again, beside the rows of its tokens."""
+    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
+    long, short, tail = prompts(150, 40, 20)
+    longer = [*long, *tail]
+    flags = (*profile, *flags_of("qwen3-next"), "--kvtuner-attend", "cache", "--chunked-prefill-size", "64")
+    with serve(folder, *flags, **EXACT) as server:
+        server.flush()
+        first = server.generate([long], 24)[0]
+        after_hit = server.generate([long], 24)[0]
+        together = server.generate([longer, short], 24)
+        server.flush()
+        alone = [server.generate([ids], 24)[0] for ids in (longer, short)]
+    assert first["meta_info"]["cached_tokens"] == 0 < after_hit["meta_info"]["cached_tokens"]
+    assert after_hit["output_ids"] == first["output_ids"]
+    assert together[0]["meta_info"]["cached_tokens"] > 0
+    assert alone[0]["meta_info"]["cached_tokens"] == 0
+    assert [answer["output_ids"] for answer in together] == [answer["output_ids"] for answer in alone]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_profile_is_of_the_model_that_sglang_reads_by_a_class_of_its_own(
+    name: str, model_folder: ModelFolder, run_program: RunProgram
+) -> None:
+    folder, program = model_folder(name, **FAMILIES[name]), Path(__file__).parents[1] / "programs/identity_program.py"
+    done = run_program(str(program), str(folder), *TEXT_ALONE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"differs": [], "changed": ["configuration"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "line"),
+    [
+        ("qwen3-next", {}, ("--enable-hierarchical-cache",), "--enable-hierarchical-cache does not work with a packed"),
+        ("qwen3-next", {}, ("--pp-size", "2"), "--pp-size 2 does not work with a packed KV pool beside layers that"),
+        ("qwen3-next", {"full_attention_interval": 3}, (), "SGLang gives keys to other layers of Qwen3NextForCausalLM"),
+        ("qwen3-next", {"full_attention_interval": None}, (), "Qwen3NextForCausalLM is configured without full_att"),
+        ("qwen3.5-images", {}, (), "Qwen3_5ForConditionalGeneration reads more than text, which was tried with"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_states_is_refused(
+    name: str, changes: dict[str, Any], flags: tuple[str, ...], line: str, refused: Refused, model_folder: ModelFolder
+) -> None:
+    given = {field: value for field, value in {**_DELTA, **changes}.items() if value is not None}
+    folder = model_folder(name, **given)
+    of_heads = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "32")
+    assert refused(folder, *of_heads, *BY_NAME, *flags).startswith(line)
