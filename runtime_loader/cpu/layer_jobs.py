@@ -73,6 +73,9 @@ class LayerJobs:
             layer = self._layers[keys] = self._layer(keys, values)
         job = DecodeJob.from_buffer_copy(layer.job)
         if ring is not None:
+            for stored, copies in ((keys, ring.keys), (values, ring.values)):
+                if copies.shape[2:] != stored.shape[1:]:
+                    raise CacheError(f"copies of {list(copies.shape[2:])} do not fit rows of {list(stored.shape[1:])}")
             job.window = self._window(ring)
         job.q, job.q_stride, job.q_numbers = q.data_ptr(), q.stride(0), NUMBERS[q.dtype]
         job.rows.gqa = num_heads // shape.num_heads

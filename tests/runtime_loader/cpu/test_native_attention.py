@@ -285,6 +285,9 @@ def test_request_slots_outside_of_a_window_are_refused(
             native.decode(q, keys, values, rows, torch.tensor([0]), ScoreScaling(0.1), window=window)
         with pytest.raises(CacheError, match="a token slot lies outside of the pool"):
             native.store_copies(ring, NewTokens(window.requests, rows), q[:, :2], q[:, :2])
+    others = poisoned(row_format(2, 40, 16), 10, torch.bfloat16)
+    with pytest.raises(CacheError, match=r"copies of \[2, 12\] do not fit rows of \[2, 40\]"):
+        native.decode(q, keys, others, rows, torch.tensor([0]), ScoreScaling(0.1), window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
