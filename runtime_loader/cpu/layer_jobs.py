@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-import torch
-
 from kvtuner.errors import CacheError
 from kvtuner.quant import hadamard_block
 from kvtuner.runtime_loader.cpu.structures import NUMBERS, CopyJob, DecodeJob, RowsOfSide, Window, side_of_states
@@ -64,10 +62,12 @@ class LayerJobs:
     def of_decode(
         self, keys: PackedRows, values: PackedRows, ring: ExactRing | None, q: Tensor, scores: ScoreScaling
     ) -> DecodeJob:
-        """A job of queries [requests, num_heads, head_dim], whose tokens and outputs are yet to be filled in."""
+        """A job of queries [requests, num_heads, head_dim], whose tokens, outputs and sinks are yet to be filled in."""
         (num_heads, head_dim), shape = q.shape[1:], keys.format
         if head_dim != shape.head_dim or num_heads % shape.num_heads or shape.num_heads != values.format.num_heads:
             raise CacheError(f"queries {list(q.shape)} do not fit {shape.num_heads} heads of {shape.head_dim} channels")
+        if scores.sink_scores is not None and scores.sink_scores.shape != (num_heads,):
+            raise CacheError(f"{num_heads} heads have {list(scores.sink_scores.shape)} scores of sinks")
         layer = self._layers.get(keys)
         if layer is None or layer.values is not values:
             layer = self._layers[keys] = self._layer(keys, values)
@@ -80,8 +80,6 @@ class LayerJobs:
         job.q, job.q_stride, job.q_numbers = q.data_ptr(), q.stride(0), NUMBERS[q.dtype]
         job.rows.gqa = num_heads // shape.num_heads
         job.rows.scale, job.rows.logit_cap = scores.scale, scores.logit_cap
-        if scores.sink_scores is not None:
-            job.sinks = _sinks(scores.sink_scores, num_heads).data_ptr()
         if layer.mu is not None and (ring is not None or scores.logit_cap > 0 or scores.sink_scores is not None):
             job.mu = layer.mu.data_ptr()
         return job
@@ -109,12 +107,6 @@ class LayerJobs:
         job.k_block, job.k_factor = steps_of(keys)
         job.v_block, job.v_factor = steps_of(values)
         return _DecodedLayer(job, values, mu, lam)
-
-
-def _sinks(scores: Tensor, num_heads: int) -> Tensor:
-    if scores.dtype != torch.float32 or scores.shape != (num_heads,) or not scores.is_contiguous():
-        raise CacheError(f"scores of sinks are float32 [{num_heads}], not {scores.dtype} {list(scores.shape)}")
-    return scores
 
 
 def _window_of(ring: ExactRing) -> Window:

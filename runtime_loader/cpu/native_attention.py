@@ -144,6 +144,8 @@ class NativeAttention:
         job.rows.slots, job.rows.tokens = places.data_ptr(), bounds.data_ptr()
         job.rows.num_slots, job.rows.num_requests = len(places), len(q)
         job.rows.integers, (job.rows.threads, job.rows.parallel) = self._has_integers(q), _threads()
+        sinks = None if scores.sink_scores is None else scores.sink_scores.float().contiguous()
+        job.sinks = _pointer(sinks)
         if window is not None:
             requests = window.requests.to(torch.int64).contiguous()
             job.window.requests = requests.data_ptr()

@@ -290,6 +290,24 @@ def test_request_slots_outside_of_a_window_are_refused(
         native.decode(q, keys, others, rows, torch.tensor([0]), ScoreScaling(0.1), window=window)
 
 
+def test_scores_of_sinks_are_read_in_every_dtype(
+    native: NativeAttention, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
+    keys, values = (poisoned(row_format(2, 64, 4), 10) for _ in range(2))
+    for stored in (keys, values):
+        written(stored, torch.arange(10), 1)
+    q, indptr, slots = torch.ones(1, 4, 64), torch.tensor([0, 9]), torch.arange(9)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 30.0], dtype=torch.bfloat16)
+    found, same = (
+        native.decode(q, keys, values, indptr, slots, ScoreScaling(0.1, 0.0, scores))
+        for scores in (sinks, sinks.float())
+    )
+    assert torch.equal(found, same)
+    assert not torch.equal(found, native.decode(q, keys, values, indptr, slots, ScoreScaling(0.1)))
+    with pytest.raises(CacheError, match=r"4 heads have \[3\] scores of sinks"):
+        native.decode(q, keys, values, indptr, slots, ScoreScaling(0.1, 0.0, sinks[:3]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_outputs_are_rounded_as_torch_rounds(
     native: NativeAttention, dtype: torch.dtype, row_format: MakeRowFormat, poisoned: MakePoisoned
