@@ -37,3 +37,15 @@ def test_the_configuration_file_names_flags_that_exist() -> None:
     args = parse(build_parser(), ["search", "--config", str(EXAMPLES / "search.yaml"), "--trials", "3"])
     assert args.budget == yaml.safe_load((EXAMPLES / "search.yaml").read_text())["budget"]
     assert (args.model, args.trials) == ("demo", 3)
+
+
+def test_the_job_of_kubernetes_is_a_search() -> None:
+    job = yaml.safe_load((EXAMPLES / "kubernetes" / "search.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["kvtuner", "search"]
+    args = parse(build_parser(), ["search", *container["args"]])
+    (mount,) = container["volumeMounts"]
+    assert args.budget and str(args.out).startswith(mount["mountPath"])
+    assert mount["name"] in [volume["name"] for volume in pod["volumes"]]
+    assert job["spec"]["parallelism"] == job["spec"]["completions"] > 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,8 +23,6 @@ from kvtuner.tuner.objective import JOURNAL as MEASURED
 from kvtuner.workers.database_folder import DatabaseFolder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from databases.postgresql import PostgreSQL
 
 pytestmark = pytest.mark.slow
@@ -32,6 +31,7 @@ SEARCH = (
     *("search", "--model", "demo", "--budget", "3bit", "--sequence-length", "64", "--sequences", "5,4,3"),
     *("--trials", "12", "--no-three-bits", "--word-bits", "32", "--no-report"),
 )
+SLURM_SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "slurm" / "search.sbatch"
 JOURNALS = {
     STATISTICS: ("batch",),
     CANDIDATES: ("batch",),
@@ -93,6 +93,24 @@ def test_torchrun_starts_workers_of_which_the_first_speaks(alone: Path, tmp_path
     assert json.loads(done.stdout)["digest"]
     assert done.stderr.count("loading libraries") == 1
     assert (folder / "worker-1.log").exists()
+
+
+def test_the_script_for_slurm_starts_torchrun_on_the_nodes_of_a_job(alone: Path, tmp_path: Path) -> None:
+    # Slurm itself is two commands here, of a job with one node.
+    for name, line in (("scontrol", "echo 127.0.0.1"), ("srun", 'exec "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join((str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]))
+    job = {"JOB_ID": "71", "JOB_NODELIST": "node[1]", "JOB_NUM_NODES": "1", "GPUS_ON_NODE": "2"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **{f"SLURM_{key}": job[key] for key in job}}
+    flags = [flag for flag in SEARCH if flag not in ("search", "--model", "demo")]
+    done = subprocess.run(
+        ["bash", str(SLURM_SCRIPT), "demo", str(tmp_path / "run"), *flags],
+        capture_output=True, text=True, env=variables, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+    assert (tmp_path / "run/worker-1.log").exists()
 
 
 def test_workers_killed_at_random_lose_what_they_have_in_hand_alone(alone: Path, tmp_path: Path) -> None:
