@@ -32,7 +32,8 @@ def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(files["json"].read_text())["models"]["demo"]
-    assert found.keys() == {"parameters", "lengths", *PARTS}
+    assert found.keys() == {"parameters", "lengths", "memory", *PARTS}
+    assert all(0 < row["loaded"] < row["peak"] for row in found["memory"].values())
     equal, mixed = found["in_process"].values()
     assert equal.keys() == {"engine", "engine, K4V4", "generate"}
     assert mixed.keys() == {*equal, "continuous batching"}
