@@ -40,7 +40,7 @@ def test_the_configuration_file_names_flags_that_exist() -> None:
 
 
 def test_the_job_of_kubernetes_is_a_search() -> None:
-    job = yaml.safe_load((EXAMPLES / "kubernetes" / "search.yaml").read_text())
+    job = yaml.safe_load((EXAMPLES / "cluster" / "search.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"] == ["kvtuner", "search"]

@@ -31,7 +31,7 @@ SEARCH = (
     *("search", "--model", "demo", "--budget", "3bit", "--sequence-length", "64", "--sequences", "5,4,3"),
     *("--trials", "12", "--no-three-bits", "--word-bits", "32", "--no-report"),
 )
-SLURM_SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "slurm" / "search.sbatch"
+SLURM_SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "cluster" / "search.sbatch"
 JOURNALS = {
     STATISTICS: ("batch",),
     CANDIDATES: ("batch",),
