@@ -42,13 +42,9 @@ def on_ranks() -> Callable[[int, Callable[[RankGroup], Any]], list[Any]]:
     def run(ranks: int, work: Callable[[RankGroup], Any]) -> list[Any]:
         exchange = _Exchange(ranks)
 
-        def caught(number: int) -> Any:
-            try:
-                return work(RankGroup(number, ranks, exchange.broadcast_of(number)))
-            except Exception as error:
-                return error
-
         with ThreadPoolExecutor(ranks) as pool:
-            return list(pool.map(caught, range(ranks)))
+            ranked = [RankGroup(number, ranks, exchange.broadcast_of(number)) for number in range(ranks)]
+            futures = [pool.submit(work, group) for group in ranked]
+        return [future.exception() or future.result() for future in futures]
 
     return run

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from layers_of_two_kinds import TEXT_ALONE, number, packed_bytes
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
         Serve,
     )
 
-    from kvtuner.exported_configs.profile.profile import Profile
-
 L, F = "linear_attention", "full_attention"
 _DELTA: dict[str, Any] = {"layer_types": [L, F, L, F, L, F], "num_hidden_layers": 6, "full_attention_interval": 2}
 """Layers with keys of all widths, and one of 16 bits. SGLang reads the interval, transformers the types."""
@@ -38,8 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3.5-images": _DELTA,
     "lfm2": {"layer_types": ["conv", F, "conv", F, "conv", F], "num_hidden_layers": 6},
 }
-TEXT_ALONE = ("--json-model-override-args", '{"language_model_only": true}')
-"""What lets SGLang serve the text of Qwen3.5, whose checkpoints read images too."""
 STATES = 48
 """The states of each layer: a running request takes several, and a prefix that is kept one."""
 FLAGS = ("--max-mamba-cache-size", str(STATES), "--skip-server-warmup")
@@ -58,20 +54,6 @@ WINDOWS = {"qwen3-next": ExactWindow(8, 2)}
 def flags_of(name: str) -> tuple[str, ...]:
     """The flags that a family is served with."""
     return (*FLAGS, *(BY_NAME if name != "lfm2" else ()), *(TEXT_ALONE if "images" in name else ()))
-
-
-def number(pattern: str, log: str) -> int:
-    """The number that the log has at a pattern's group."""
-    match = re.search(pattern, log)
-    assert match is not None, pattern
-    return int(match[1].replace(",", ""))
-
-
-def packed_bytes(profile: Profile) -> int:
-    """The bytes of a token in the packed layers of a profile, of which the last has 16 bits, in float32 here."""
-    geometry, shape = profile.tuned_geometry(), profile.row_shape(1)
-    native = 4 * geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
-    return sum(shape.pair_bytes(pair) for pair in profile.tuned_pairs[:-1]) + native
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from layers_of_two_kinds import TEXT_ALONE, number, packed_bytes
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
         Serve,
     )
 
-    from kvtuner.exported_configs.profile.profile import Profile
-
 W, F = "sliding_attention", "full_attention"
 LAYERS: dict[str, Any] = {"layer_types": [W, F, W, F, W, F], "num_hidden_layers": 6}
 """Full layers of all widths, and one of 16 bits; windows are of 24 tokens."""
@@ -43,24 +41,8 @@ APART = ("gpt-oss", "gemma4-images")
 """Those whose windows SGLang keeps in a part of the pool of their own; it keeps all tokens of the others'."""
 FLAGS = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
 """SGLang asks for this backend by name before it knows of a profile; its kernels are interpreted, split by split."""
-TEXT_ALONE = ("--json-model-override-args", '{"language_model_only": true}')
-"""What lets SGLang serve the text of Gemma 4, whose checkpoints read images too."""
 WINDOWS = {"gemma3": ExactWindow(8, 2), "gpt-oss": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
-
-
-def number(pattern: str, log: str) -> int:
-    """The number that the log has at a pattern's group."""
-    match = re.search(pattern, log)
-    assert match is not None, pattern
-    return int(match[1].replace(",", ""))
-
-
-def packed_bytes(profile: Profile) -> int:
-    """The bytes of a token in the packed layers of a profile, of which the last has 16 bits, in float32 here."""
-    geometry, shape = profile.tuned_geometry(), profile.row_shape(1)
-    native = 4 * geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
-    return sum(shape.pair_bytes(pair) for pair in profile.tuned_pairs[:-1]) + native
 
 
 @pytest.mark.parametrize("name", FAMILIES)
