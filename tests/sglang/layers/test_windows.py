@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from layers_of_two_kinds import TEXT_ALONE, number, packed_bytes
+from served_layers.two_kinds import TEXT_ALONE, number, packed_bytes
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
