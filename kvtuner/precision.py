@@ -54,6 +54,8 @@ WordChoice = Literal["32", "16", "auto"]
 WORD_CHOICES: Final[tuple[WordChoice, ...]] = ("32", "16", "auto")
 TOKEN_GROUPS: Final = (16, 32, 64, 128)
 """Tokens that may share one scale of a channel where keys are stored per channel."""
+KIVI_TOKENS: Final = 32
+"""The tokens of such a group in KIVI, which leaves as many of the newest tokens unquantized."""
 
 _UNIFORM = re.compile(r"[0-9]{1,2}")
 _PAIR = re.compile(r"K([0-9]{1,2})V([0-9]{1,2})")

@@ -24,6 +24,7 @@ from kvtuner.precision import (
     Fit,
     WordBits,
     check_group_size,
+    check_token_group,
     used_word_bits,
 )
 from kvtuner.transforms import TRANSFORMS, TransformKind
@@ -263,6 +264,18 @@ def _not_a_number(like: Tensor) -> Tensor:
     return torch.tensor(NAN_BITS, dtype=torch.int16, device=like.device).view(torch.float16)
 
 
+def by_channel(x: Tensor, token_group: int) -> Tensor:
+    """Whole groups of tokens [..., tokens, num_kv_heads, head_dim] as [..., groups, num_kv_heads, head_dim, tokens]."""
+    groups: Tensor = x.unflatten(-3, (x.shape[-3] // token_group, token_group)).movedim(-3, -1)
+    return groups
+
+
+def by_token(groups: Tensor) -> Tensor:
+    """The way back from `by_channel`."""
+    tokens: Tensor = groups.movedim(-1, -3).flatten(-4, -3)
+    return tokens
+
+
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`; fp16's largest number where the last step of a grid, or a Hadamard, goes beyond it."""
     return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)
@@ -289,6 +302,7 @@ class QuantSpec:
         symmetric: one grid around zero.
         fit: how scale and minimum are chosen.
         word_bits: the bits of a scale word; 8-bit codes have 32 whatever is asked.
+        token_group: tokens of a channel that share a scale, in place of channels (KIVI, ICML 2024); 1 where none do.
         fp8: ignore all of the above and store e4m3fn (the baseline; `bits` must be 8).
     """
 
@@ -299,19 +313,35 @@ class QuantSpec:
     fit: Fit = "minmax"
     fp8: bool = False
     word_bits: WordBits = WIDE_WORD_BITS
+    token_group: int = 1
 
     def __post_init__(self) -> None:
         if self.fp8 and self.bits != 8:
             raise PrecisionError(f"fp8 has 8 bits, not {self.bits}")
+        if self.token_group > 1 and (self.transform, self.fit, self.word_bits) != (IDENTITY, "minmax", WIDE_WORD_BITS):
+            raise PrecisionError("per-channel keys have no transform, min-max grids and words of 32 bits")
 
     def simulate(self, x: Tensor) -> Tensor:
-        """The numbers that a reader of keys or values [..., num_kv_heads, head_dim] sees: float32, model space."""
+        """The numbers that a reader of keys or values [..., num_kv_heads, head_dim] sees: float32, model space.
+
+        Per channel they are [..., tokens, num_kv_heads, head_dim], of which a last group that is not full stays exact.
+        """
         if self.fp8:
             return quantize_fp8(x)
-        return self.transform.invert(self.quantize(x).dequantize())
+        if self.token_group == 1:
+            return self.transform.invert(self.quantize(x).dequantize())
+        whole = x.shape[-3] // self.token_group * self.token_group
+        groups, rest = x[..., :whole, :, :], x[..., whole:, :, :].to(torch.float32)
+        return torch.cat((by_token(self.quantize(groups).dequantize()), rest), dim=-3)
 
     def quantize(self, x: Tensor) -> Quantized:
-        """The codes and words of keys or values in model space, which fp8 has none of."""
+        """The codes and words of keys or values in model space, which fp8 has none of.
+
+        Per channel they are as of `by_channel`, of whole groups of tokens [..., tokens, num_kv_heads, head_dim].
+        """
+        if self.token_group > 1:
+            check_token_group(x.shape[-1], self.bits, self.token_group)
+            return quantize(by_channel(x, self.token_group), self.bits, symmetric=self.symmetric)
         stored = self.transform.apply(x)
         return quantize(
             stored, self.bits, self.group_size, symmetric=self.symmetric, fit=self.fit, word_bits=self.word_bits

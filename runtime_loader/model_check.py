@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
-from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.exported_configs.profile.profile import NOT_SERVED
 from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
     Raises:
         UnsupportedModelError: A layer's cache is none that is searched.
         GeometryError: The configuration does not tell its heads.
-        ProfileError: The profile belongs to another model, or quantizes keys per channel, which no cache can.
+        ProfileError: The profile belongs to another model, or its exact window is shorter than a group of tokens.
     """
     cache = read_cache_geometry(config, context_length=context_length or calibrated_positions(profile))
     geometry = cache.tuned()
@@ -35,8 +35,18 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
         profile.check_geometry(profile.tuned_geometry(), geometry)
         if profile.geometry.is_by_layer:
             _check_kinds(profile, cache)
+    group, exact = profile.defaults.k.group_size, profile.window.residual_length
+    if profile.has_per_channel_keys and exact < group:
+        raise ProfileError(
+            f"per-channel keys of {group} tokens per scale need residual_length {group} or more, not {exact}: tokens"
+            " are kept exactly until their group is full; import or build the profile again with it"
+        )
+
+
+def refuse_per_channel(profile: Profile) -> None:
+    """Refuse keys per channel, which a host of packed pools does not read yet, by a `ProfileError`."""
     if profile.has_per_channel_keys:
-        raise ProfileError(NO_TAIL_PAGES)
+        raise ProfileError(NOT_SERVED)
 
 
 def _check_kinds(profile: Profile, cache: CacheGeometry) -> None:

@@ -127,6 +127,16 @@ class ExactCopies:
         if self._first is not None:
             read[:, :, : self._first.shape[2]] = self._first
 
+    @property
+    def last(self) -> Tensor | None:
+        """The copies of the newest tokens at hand, [batch, num_heads, tokens, head_dim]."""
+        return self._last
+
+    def put_before_last(self, read: Tensor) -> None:
+        """Take what rows gave for the tokens [batch, num_heads, tokens, head_dim] before the newest at hand."""
+        assert self._last is not None
+        self._last = torch.cat((read, self._last), dim=2)
+
     def truncate(self, length: int, removed: int) -> None:
         """Forget the last `removed` tokens, of which `length` remain."""
         if self._first is not None and self._last is not None:
@@ -190,21 +200,29 @@ class PackedSide:
         first token hold any numbers, which the mask hides.
         """
         past, tokens = len(self.buffer), states.shape[2]
-        self.buffer.append(self.format.pack(states.transpose(1, 2)))
         newest = self.copies.append(states)
+        self._store(states, newest)
         if fresh_is_exact and past == 0:
             return states
-        rows = self.buffer.rows
-        assert rows is not None
         if fresh_is_exact:
-            read = torch.cat((self.format.unpack(rows[:, :past], states.dtype).transpose(1, 2), states), dim=2)
+            read = torch.cat((self._read(past, states.dtype, newest), states), dim=2)
         else:
-            read = self.format.unpack(rows, states.dtype).transpose(1, 2)
+            read = self._read(past + tokens, states.dtype, newest)
         self.copies.put_first_over(read)
         if not num_copies:
             return _with_newest(read, newest, self.copies.window.residual_length)
         near = torch.nn.functional.pad(read[:, :, -num_copies:], (0, 0, max(num_copies - past - tokens, 0), 0))
         return torch.cat((_with_newest(near, newest, num_copies), read), dim=2)
+
+    def _store(self, states: Tensor, newest: Tensor | None) -> None:
+        """Append the rows of a chunk; `newest` are the copies at hand with it."""
+        self.buffer.append(self.format.pack(states.transpose(1, 2)))
+
+    def _read(self, length: int, dtype: torch.dtype, newest: Tensor | None) -> Tensor:
+        """The first tokens [batch, num_heads, length, head_dim] as their rows give them back."""
+        rows = self.buffer.rows
+        assert rows is not None
+        return self.format.unpack(rows[:, :length], dtype).transpose(1, 2)
 
     def reserve(self, states: Tensor) -> Tensor:
         """Make room for the rows of a chunk [batch, num_heads, tokens, head_dim]: [batch, capacity, ...]."""
@@ -240,3 +258,59 @@ class PackedSide:
         """Forget everything and free the memory."""
         self.buffer.clear()
         self.copies.clear()
+
+
+class PerChannelSide(PackedSide):
+    """Keys of one layer with a scale for some tokens of a channel, which are packed once their group is full.
+
+    A group's tokens are counted from the first one that was stored, padding included. Those of a group that is not full
+    are read from their copies, which the window always has: it is at least as long as a group. Where a removal left a
+    group without some, these tokens are what its rows gave, and are stored again from that once the group is full.
+    """
+
+    def __init__(self, row_format: RowFormat, window: ExactWindow) -> None:
+        super().__init__(row_format, window)
+        assert row_format.spec is not None and window.residual_length >= row_format.spec.token_group
+        self._group = row_format.spec.token_group
+
+    def _store(self, states: Tensor, newest: Tensor | None) -> None:
+        past = len(self.buffer)
+        places, start = self.reserve(states), self._in_groups(past)
+        stop = self._in_groups(len(self.buffer))
+        if stop > start:
+            full = _between(newest, start, stop, len(self.buffer))
+            places[:, start:stop] = self.format.pack(full.detach().transpose(1, 2))
+
+    def _read(self, length: int, dtype: torch.dtype, newest: Tensor | None) -> Tensor:
+        full = self._in_groups(len(self.buffer))
+        if length <= full:
+            return super()._read(-(-length // self._group) * self._group, dtype, newest)[:, :, :length]
+        rest = _between(newest, full, length, len(self.buffer)).to(dtype)
+        return torch.cat((super()._read(full, dtype, newest), rest), dim=2) if full else rest.clone()
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        whole, last, rows = self._in_groups(length), self.copies.last, self.buffer.rows
+        stored = len(self.buffer)
+        super().truncate(length)
+        missing = 0 if last is None else min(stored - last.shape[2], length) - whole
+        if missing > 0 and rows is not None and last is not None:
+            group = self.format.unpack(rows[:, whole : whole + self._group], last.dtype).transpose(1, 2)
+            self.copies.put_before_last(group[:, :, :missing])
+
+    def _in_groups(self, tokens: int) -> int:
+        """The tokens of full groups among the first ones."""
+        return tokens // self._group * self._group
+
+
+def _between(newest: Tensor | None, start: int, stop: int, length: int) -> Tensor:
+    """The copies of tokens `start` to `stop`, of the newest of so many."""
+    assert newest is not None and start >= length - newest.shape[2]
+    first = length - newest.shape[2]
+    return newest[:, :, start - first : stop - first]
+
+
+def packed_side(row_format: RowFormat, window: ExactWindow) -> PackedSide:
+    """The side that stores rows of a format."""
+    is_per_channel = row_format.spec is not None and row_format.spec.token_group > 1
+    return (PerChannelSide if is_per_channel else PackedSide)(row_format, window)

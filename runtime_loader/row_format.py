@@ -11,8 +11,8 @@ from kvtuner.errors import ProfileError
 from kvtuner.geometry import kv_heads_of_rank
 from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import NATIVE_BITS, row_bytes
-from kvtuner.quant import QuantSpec, encode_fp8, saturated
-from kvtuner.row_packing import pack_rows, unpack_rows
+from kvtuner.quant import QuantSpec, by_token, encode_fp8, saturated
+from kvtuner.row_packing import pack_rows, pack_token_groups, unpack_rows, unpack_token_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtuner.precision import Side
 
 BLOCK_TOKENS: Final = 2048
-"""Tokens packed or read back at a time: bounds the float32 copies that either makes."""
+"""Tokens packed or read back at a time, whole groups: bounds the float32 copies that either makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class RowFormat:
     """The packing of keys or values of one rank's KV heads into rows.
 
     Without a `spec` they keep [tokens, num_heads, head_dim] and the dtype that they come in. The spec of fp8, which no
-    profile asks for, stores a byte for each channel and no scales.
+    profile asks for, stores a byte for each channel and no scales. Per channel, rows are packed and read in whole
+    groups of `spec.token_group` tokens.
     """
 
     num_heads: int
@@ -51,7 +52,10 @@ class RowFormat:
         if self.spec.fp8:
             return self.num_heads * self.head_dim
         spec = self.spec
-        return row_bytes(self.num_heads, self.head_dim, spec.bits, spec.group_size, word_bits=spec.word_bits)
+        heads, channels = self.num_heads, self.head_dim
+        if spec.token_group > 1:
+            return row_bytes(heads, channels, spec.bits, spec.token_group, granularity="per_channel")
+        return row_bytes(heads, channels, spec.bits, spec.group_size, word_bits=spec.word_bits)
 
     def pack(self, states: Tensor) -> Tensor:
         """Rows uint8 [..., tokens, row_bytes] of [..., tokens, num_heads, head_dim]; native ones as they are."""
@@ -78,13 +82,16 @@ class RowFormat:
             states: Tensor = rows.view(torch.float8_e4m3fn).unflatten(-1, (self.num_heads, self.head_dim))
             return states.to(torch.float32)
         heads, channels = self.num_heads, self.head_dim
+        if spec.token_group > 1:
+            return by_token(unpack_token_groups(rows, spec.bits, heads, channels, spec.token_group).dequantize())
         return unpack_rows(rows, spec.bits, heads, channels, spec.group_size, word_bits=spec.word_bits).dequantize()
 
 
 def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
     if spec.fp8:
         return encode_fp8(states).view(torch.uint8).flatten(-2)
-    return pack_rows(spec.quantize(states))
+    quantized = spec.quantize(states)
+    return pack_token_groups(quantized) if spec.token_group > 1 else pack_rows(quantized)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair
-from kvtuner.runtime_loader.packed_layer import PackedSide
+from kvtuner.runtime_loader.packed_layer import packed_side
 from kvtuner.runtime_loader.rows_in_place import StoredChunk
 from kvtuner.runtime_loader.window_attention import num_copies as copies_of_chunk
 
@@ -29,8 +29,8 @@ class KVTunerLayer(CacheLayerMixin):
 
     def __init__(self, layer_format: LayerFormat, window: ExactWindow = NO_WINDOW) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self.k = PackedSide(layer_format.k, window)
-        self.v = PackedSide(layer_format.v, window)
+        self.k = packed_side(layer_format.k, window)
+        self.v = packed_side(layer_format.v, window)
         self.window = window
         self.is_latent = layer_format.is_latent
 

@@ -18,8 +18,10 @@ from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import (
     FITTED_BITS,
     NATIVE_BITS,
+    NO_WINDOW,
     SHORT_WORD_BITS,
     THREE_BITS,
+    ExactWindow,
     PrecisionPair,
     ScaleLayout,
     Side,
@@ -52,6 +54,7 @@ class Storage:
     k_layout: ScaleLayout
     v_layout: ScaleLayout
     symmetric: bool = False
+    window: ExactWindow = NO_WINDOW
 
     @classmethod
     def of_heads(cls, geometry: ModelGeometry, *, symmetric: bool = False) -> Self:
@@ -61,7 +64,8 @@ class Storage:
 
     def lost_features(self, profile: Profile) -> list[LostFeature]:
         """The features of a profile that the storage lacks, by the first layer of each; 16 bits lose nothing."""
-        return sorted([*self._lost_of(profile, "k"), *self._lost_of(profile, "v"), *lost_window(profile)])
+        lost = lost_window(profile, self.window)
+        return sorted([*self._lost_of(profile, "k"), *self._lost_of(profile, "v"), *lost])
 
     def _lost_of(self, profile: Profile, side: Side) -> Iterator[LostFeature]:
         is_key = side == "k"
@@ -209,6 +213,7 @@ def read(
         k_layout=imported.storage.k_layout,
         v_layout=imported.storage.v_layout,
         symmetric=imported.storage.symmetric,
+        window=imported.storage.window,
         model=model,
         budget=AskedBudget(f"imported from {name}"),
     )
@@ -271,10 +276,10 @@ def _check_groups(pairs: Sequence[PrecisionPair], storage: Storage, geometry: Mo
                 raise ProfileError(f"layer {layer}, {noun}: {error}; say so with --group-size") from error
 
 
-def lost_window(profile: Profile) -> list[LostFeature]:
-    """The exact window, if the profile has one beside quantized layers: no other tool's file has exact copies."""
+def lost_window(profile: Profile, own: ExactWindow = NO_WINDOW) -> list[LostFeature]:
+    """The exact window beside quantized layers, where it is not the file's own; most files have no exact copies."""
     packed = [layer for layer, pair in enumerate(profile.pairs) if pair != NATIVE]
-    return [LostFeature(packed[0], f"{profile.window}")] if packed and profile.window.num_tokens else []
+    return [LostFeature(packed[0], f"{profile.window}")] if packed and profile.window != own else []
 
 
 def uneven_layers(profile: Profile) -> list[LostFeature]:

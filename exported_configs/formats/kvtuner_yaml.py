@@ -9,14 +9,16 @@ from kvtuner.exported_configs.formats.conversion import Exported, Imported, Impo
 from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair, ScaleLayout
+from kvtuner.precision import KIVI_TOKENS, NATIVE_BITS, SEARCHED_BITS, ExactWindow, PrecisionPair, ScaleLayout
 
 KIVI_GROUP: Final = 32
-_KIVI_KEYS: Final = ScaleLayout(KIVI_GROUP, granularity="per_channel")
+"""The channels that share a scale of values in KIVI."""
+_KIVI_KEYS: Final = ScaleLayout(KIVI_TOKENS, granularity="per_channel")
+_KIVI_WINDOW: Final = ExactWindow(KIVI_TOKENS)
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
-    "keys are per channel in groups of 32 tokens: the profile loads and shows, but no server reads it yet, and it does"
-    " not hold that KIVI leaves the newest 32 tokens unquantized"
+    "keys are per channel in groups of 32 tokens, and the newest 32 tokens are also kept exactly: KVTunerCache and"
+    " kvtuner eval read such a profile, but no server does yet"
 )
 _FILE_NAME: Final = re.compile(r"(.{1,200})_(kivi|pertoken)_KVTuner[46]_[01]\.ya?ml", re.ASCII)
 
@@ -27,7 +29,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     scheme, notes = _scheme(options)
     storage = options.storage(geometry)
     if scheme == "kivi":
-        storage = Storage(_KIVI_KEYS, ScaleLayout(options.group_size or KIVI_GROUP))
+        storage = Storage(_KIVI_KEYS, ScaleLayout(options.group_size or KIVI_GROUP), window=_KIVI_WINDOW)
         notes.append(_KIVI_NOTE)
     if options.group_size is not None:
         notes.append(f"groups of {options.group_size} channels as --group-size says, not those of the preset")
@@ -38,7 +40,7 @@ def write(profile: Profile) -> Exported:
     """Write a preset; its storage is that of one of the two schemes."""
     schemes = {
         "pertoken": Storage.of_heads(profile.to_geometry()),
-        "kivi": Storage(_KIVI_KEYS, ScaleLayout(KIVI_GROUP)),
+        "kivi": Storage(_KIVI_KEYS, ScaleLayout(KIVI_GROUP), window=_KIVI_WINDOW),
     }
     lost = {scheme: storage.lost_features(profile) for scheme, storage in schemes.items()}
     nearest = "kivi" if profile.has_per_channel_keys else "pertoken"

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
-NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no server has yet; search or import with per_token keys"
+NOT_SERVED: Final = "per-channel keys are read by KVTunerCache and kvtuner eval alone; serve per_token keys instead"
 """The reason why a profile that loads, validates and shows is not served."""
 
 
@@ -166,7 +166,7 @@ class Profile(StrictModel):
 
     @property
     def has_per_channel_keys(self) -> bool:
-        """Whether some layer's keys are quantized per channel, which no server reads yet."""
+        """Whether some layer's keys are quantized per channel."""
         return self.defaults.k.granularity == "per_channel" and any(p.k_bits != NATIVE_BITS for p in self.pairs)
 
     def sizes(self, tp_size: int = 1) -> LayerSizes:
@@ -187,23 +187,20 @@ class Profile(StrictModel):
         return "none" if record is None else resolve_transform(record, defaults)
 
     def quant_spec(self, layer_id: int, side: Side) -> "QuantSpec | None":
-        """The storage of one side of one layer; None at 16 bits and for no values.
-
-        Keys per channel are a `ProfileError`.
-        """
+        """The storage of one side of one layer; None at 16 bits and for no values."""
         from kvtuner.quant import QuantSpec, Transform  # brings torch, which only those who read or write rows need
 
         record, defaults = self._side(layer_id, side)
         if record is None or record.bits == NATIVE_BITS:
             return None
-        if defaults.granularity == "per_channel":
-            raise ProfileError(f"layers[{layer_id}].k: {NO_TAIL_PAGES}")
         kind = TransformKind.parse(self.transform_name(layer_id, side))
         arrays = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
         mu, lam = (None if array is None else array.decode() for array in arrays)
         transform = Transform(kind, mu, lam)
-        group_size, fit, word_bits = group_size_of(record, defaults), defaults.grid_fit, defaults.grid_word_bits
-        return QuantSpec(record.bits, transform, group_size, defaults.symmetric, fit, word_bits=word_bits)
+        group, fit, word_bits = group_size_of(record, defaults), defaults.grid_fit, defaults.grid_word_bits
+        if defaults.granularity == "per_channel":
+            return QuantSpec(record.bits, symmetric=defaults.symmetric, token_group=group)
+        return QuantSpec(record.bits, transform, group, defaults.symmetric, fit, word_bits=word_bits)
 
     def to_geometry(self) -> ModelGeometry:
         """The geometry of all layers; where not all are full and alike, a `ProfileError` names the first other one."""

@@ -6,7 +6,7 @@ A new scheme is a child of `CacheScheme` in a module of its own, and a line in `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from transformers import DynamicCache
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
     from kvtuner.search_spaces.budget import Constraint
 
-K4V4_PER_CHANNEL: Final = "K4V4-per-channel"
 SYMMETRIC: Final = "-symmetric"
+KEYS_PER_CHANNEL: Final = "-per-channel"
 UNQUANTIZED: Final = (None, "auto", REFERENCE, "bfloat16")
 """SGLang's names of a cache in the model's dtype."""
 
@@ -54,9 +54,6 @@ class CacheScheme:
     Specifications simulate each layer; layers without one are exact. The profile, if there is one, says how rows are
     stored.
     """
-
-    is_local: ClassVar[bool] = True
-    """Whether a model that is loaded here can store its cache by this scheme."""
 
     name: str
     pairs: tuple[PrecisionPair, ...]
@@ -72,15 +69,15 @@ class CacheScheme:
         return float(mean_bits(self.pairs, self.rows))
 
     @property
-    def effective_bits(self) -> float | None:
-        """Stored bits of a cached element, with its scales; None where nothing stores it yet."""
+    def effective_bits(self) -> float:
+        """Stored bits of a cached element, with its scales."""
         elements = len(self.pairs) * self.rows.num_kv_heads * self.rows.channels
-        return None if self.bytes_per_token is None else 8 * self.bytes_per_token / elements
+        return 8 * self.bytes_per_token / elements
 
     @property
-    def bytes_per_token(self) -> int | None:
-        """Stored bytes of a token on one rank that holds all heads; None where nothing stores it yet."""
-        return self._layer_bytes(range(len(self.pairs)), self.rows) if self.is_local else None
+    def bytes_per_token(self) -> int:
+        """Stored bytes of a token on one rank that holds all heads."""
+        return self._layer_bytes(range(len(self.pairs)), self.rows)
 
     def bytes_on(self, ranks: RankLayout) -> int:
         """Stored bytes of a token on the fullest of several ranks."""
@@ -184,7 +181,7 @@ class ProfileScheme(CacheScheme):
 
     @classmethod
     def of(cls, name: str, profile: Profile, file: Path | None = None) -> Self:
-        """The scheme of a profile; `ProfileError` for keys per channel, and where layers differ in their shape."""
+        """The scheme of a profile; `ProfileError` where layers differ in their shape."""
         rows, layers = profile.row_shape(), profile.tuned_geometry().ids
         specs = {
             layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), profile.window)
@@ -218,25 +215,6 @@ class ProfileScheme(CacheScheme):
         if self.file is None:
             write_profile(file, self.profile)
         return ("--kvtuner-profile", str(file.absolute()))
-
-
-class PerChannelScheme(CacheScheme):
-    """K4V4 with a scale for each channel of the keys: SGLang is asked for it by flags, and nothing here stores it."""
-
-    is_local: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, geometry: ModelGeometry) -> Self:
-        """The scheme for a model; an `OptionError` for latents, which SGLang has no such flags for."""
-        if geometry.is_latent:
-            raise OptionError(f"{K4V4_PER_CHANNEL} is of keys, but this model caches latents; leave it out")
-        pairs = (PrecisionPair(4, 4),) * geometry.num_layers
-        return cls(name=K4V4_PER_CHANNEL, pairs=pairs, rows=geometry.row_shape(), key=K4V4_PER_CHANNEL)
-
-    def server_flags(self, folder: Path) -> tuple[str, ...]:
-        """The flags of KVTuner's uniform quantization."""
-        bits = ("--kvtuner-nbits-key", "4", "--kvtuner-nbits-value", "4")
-        return ("--enable-kvtuner-quant", *bits, "--kvtuner-axis-key", "1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.errors import PrecisionError
+from kvtuner.errors import OptionError, PrecisionError
 from kvtuner.evaluation.cache_scheme import (
-    K4V4_PER_CHANNEL,
+    KEYS_PER_CHANNEL,
     SYMMETRIC,
     CacheScheme,
     Fp8Scheme,
-    PerChannelScheme,
     ProfileScheme,
     UnquantizedScheme,
 )
@@ -22,7 +21,7 @@ from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.exported_configs.scheme_names import BEST_UNIFORM, FP8, REFERENCE
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.precision import KIVI_TOKENS, NATIVE_BITS, NO_WINDOW, WHOLE_HEADS, ExactWindow, PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,20 +43,32 @@ def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> 
 def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
     """The scheme that a word names: a registered one, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
 
-    A pair is without transforms, and asymmetric where it does not say otherwise; `PrecisionError` for any other word.
+    A pair is without transforms, and asymmetric and per token where it does not say otherwise; keys of
+    ``K4V4-per-channel`` are stored as by KIVI. `PrecisionError` for any other word, and `OptionError` for such latents.
     """
     if text in _FACTORIES:
         return _FACTORIES[text](shape.geometry)
-    word, symmetric = text.removesuffix(SYMMETRIC), text.endswith(SYMMETRIC)
+    is_symmetric, is_per_channel = text.endswith(SYMMETRIC), text.endswith(KEYS_PER_CHANNEL)
+    word = text.removesuffix(SYMMETRIC).removesuffix(KEYS_PER_CHANNEL)
     try:
         pair = PrecisionPair.parse(word)
     except PrecisionError as error:
         raise PrecisionError(f"{text} is no scheme to store a cache, such as fp8 or K8V8: {error}") from error
     if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
         raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
+    if is_per_channel and shape.geometry.is_latent:
+        raise OptionError(f"{text} is of keys, but this model caches latents; leave it out")
     identity = identity_of(shape.config, id="model", revision=None, dtype="bfloat16")
-    name = f"{pair}{SYMMETRIC if symmetric else ''}"
-    return ProfileScheme.of(name, uniform_profile(shape.cache, pair, identity, symmetric=symmetric))
+    profile = uniform_profile(
+        shape.cache,
+        pair,
+        identity,
+        k_layout=ScaleLayout(KIVI_TOKENS, granularity="per_channel") if is_per_channel else WHOLE_HEADS,
+        symmetric=is_symmetric,
+        window=ExactWindow(KIVI_TOKENS) if is_per_channel else NO_WINDOW,
+    )
+    name = f"{pair}{KEYS_PER_CHANNEL if is_per_channel else ''}{SYMMETRIC if is_symmetric else ''}"
+    return ProfileScheme.of(name, profile)
 
 
 def named_schemes(
@@ -87,4 +98,3 @@ def named_schemes(
 
 register_scheme(REFERENCE, UnquantizedScheme.of)
 register_scheme(FP8, Fp8Scheme.of)
-register_scheme(K4V4_PER_CHANNEL, PerChannelScheme.of)

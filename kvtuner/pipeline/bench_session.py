@@ -128,7 +128,7 @@ class BenchSession:
         left = kv_memory - self._bytes_of_copies(scheme)
         if left <= 0:
             raise OptionError(f"--kv-memory is all for the exact copies of {scheme.name}; give more, or fewer requests")
-        return int(left // (scheme.bytes_per_token or self._model.profile.bytes_per_token()))
+        return int(left // scheme.bytes_per_token)
 
     def _bytes_of_copies(self, scheme: CacheScheme) -> int:
         """Bytes of the copies of an exact window, which a server keeps for every request slot."""

@@ -89,7 +89,7 @@ def _quality(model: ProfiledModel[BenchOptions], resolved: ResolvedProfile) -> E
     others = tuple(
         BEST_UNIFORM if scheme is model.best_uniform else scheme.name
         for scheme in model.schemes
-        if scheme.is_local and scheme.name not in (PROFILE_SCHEME, REFERENCE)
+        if scheme.name not in (PROFILE_SCHEME, REFERENCE)
     )
     quality_options = EvalOptions(
         profile=str(resolved.path) if resolved.is_own else resolved.name,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.model_loading import load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
-from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
+from kvtuner.errors import CorpusError, EndpointError, RunFolderError
 from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.backends.engine_backend import EngineBackend
 from kvtuner.evaluation.backends.local_backend import LocalBackend
@@ -152,8 +152,6 @@ class _EvaluationSession:
 
     def __init__(self, model: ProfiledModel[EvalOptions]) -> None:
         self._model, options, quality = model, model.options, model.profile.quality
-        if unstored := [scheme.name for scheme in model.schemes if not scheme.is_local]:
-            raise PrecisionError(f"{unstored[0]} is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it")
         searched: ReadPlanName = quality.read_plan if quality else "decode"
         self._read_plan = None if model.urls else options.read_plan or searched
         for scheme in model.schemes:  # refuses what it cannot
@@ -238,6 +236,9 @@ def _local_backend(loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlan
         return LocalBackend(loaded, scheme, read_plan)
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         say(f"{scheme.name} answers by a transformers cache: the model lies on several devices")
+        return LocalBackend(loaded, scheme, read_plan)
+    if scheme.profile is not None and scheme.profile.has_per_channel_keys:
+        say(f"{scheme.name} answers by a transformers cache: the engine does not read keys per channel")
         return LocalBackend(loaded, scheme, read_plan)
     geometry = loaded.shape.geometry
     is_full = geometry.layer_ids is None and not geometry.is_latent and not has_states(loaded.shape.config)

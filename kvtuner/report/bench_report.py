@@ -208,12 +208,12 @@ def _verdict_text(gate: Gate) -> str:
 def _quality(result: BenchResult) -> list[Table]:
     if result.evaluation is None:
         return []
-    names = [scheme.name for scheme in result.schemes if scheme.scheme.is_local]
+    names = [scheme.name for scheme in result.schemes]
     return [Table(("", *names), [(flagged_title(cell), *cell_values(cell, names)) for cell in result.evaluation.cells])]
 
 
 def _memory(result: BenchResult) -> Table:
-    sizes = [(scheme, size) for scheme in result.schemes if (size := scheme.scheme.bytes_per_token) is not None]
+    sizes = [(scheme, scheme.scheme.bytes_per_token) for scheme in result.schemes]
     largest = max((size for _, size in sizes), default=0)
     rows = [
         (

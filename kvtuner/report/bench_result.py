@@ -118,11 +118,11 @@ class BenchResult:
             for gate in scheme.gates
             if gate.verdict == FAILED
         ]
-        # A scheme that nothing here stores is expected to be refused: servers do not have it yet either.
+        # Servers do not read keys per channel yet, and say so.
         return failed + [
             BenchProblem(f"{result.name}: not served: {result.refused}", FIX_A_START)
             for result in self.schemes
-            if result.refused is not None and (result.scheme.is_local or "per-channel" not in result.refused)
+            if result.refused is not None and "per-channel" not in result.refused
         ]
 
     def quality(self, name: str, measure: str) -> CellResult | None:

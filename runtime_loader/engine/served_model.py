@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtuner.errors import RequestError, ServingError, UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import max_positions
 from kvtuner.geometry import ModelGeometry
-from kvtuner.runtime_loader.model_check import check_served_model
+from kvtuner.runtime_loader.model_check import check_served_model, refuse_per_channel
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 from kvtuner.supported_models import refuse_other_caches
 
@@ -44,7 +44,7 @@ def formats_of(
 
     Raises:
         UnsupportedModelError: A layer's cache is not one key and value per token and head.
-        ProfileError: The profile belongs to another model.
+        ProfileError: The profile belongs to another model, or has keys per channel.
     """
     refuse_other_caches(model.config, context_length=context_length)
     if profile is None:
@@ -55,6 +55,7 @@ def formats_of(
         profile, model.config, context_length=context_length, allow_derived=options.allow_derived
     ):
         warnings.warn(warning, stacklevel=3)
+    refuse_per_channel(profile)
     return rank_formats(profile, range(len(profile.pairs)))
 
 

@@ -443,8 +443,8 @@ def test_the_demo_model_is_right_and_two_bits_are_not(
     assert "4 of 4 tasks lose answers beyond the interval" in page.read_text(encoding="utf-8")
 
 
-def test_a_scheme_that_nothing_here_stores_is_refused_before_its_text_is_read(run: RunCommand, tmp_path: Path) -> None:
+def test_a_word_that_is_no_scheme_is_refused_before_its_text_is_read(run: RunCommand, tmp_path: Path) -> None:
     absent = tmp_path / "absent.jsonl"
-    status, _, err = run("eval", "catalogue:demo-4bit", "--against", "K4V4-per-channel", "--data", absent)
+    status, _, err = run("eval", "catalogue:demo-4bit", "--against", "K4V4-per-head", "--data", absent)
     assert status == 2
-    assert "K4V4-per-channel is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it" in err
+    assert "K4V4-per-head is no scheme to store a cache, such as fp8 or K8V8" in err

@@ -1,4 +1,4 @@
-"""Profiles with keys per channel are shown and compared; checking one against a model says that no server reads it."""
+"""Profiles with keys per channel are shown, compared, checked and evaluated; no server or engine reads them yet."""
 
 from __future__ import annotations
 
@@ -52,8 +52,40 @@ def test_diff_says_that_granularity_changed(run: RunCommand, two_files: tuple[Pa
     assert json.loads(run("diff", two_files[1], two_files[1], "--json")[1])["same_digest"]
 
 
-def test_validate_accepts_the_file_and_refuses_to_serve_it(run: RunCommand, two_files: tuple[Path, Path]) -> None:
+def test_a_window_shorter_than_a_group_is_valid_and_no_cache_s(run: RunCommand, two_files: tuple[Path, Path]) -> None:
     assert run("validate", *two_files)[0] == 0
     assert run("validate", two_files[0], "--model", "demo")[0] == 0
     status, _, err = run("validate", two_files[1], "--model", "demo")
-    assert status == 2 and "tail pages" in err
+    assert status == 2 and "need residual_length 32 or more, not 0: tokens are kept exactly until their group" in err
+
+
+@pytest.fixture
+def preset(run: RunCommand, tmp_path: Path) -> Path:
+    """A preset of KIVI, K4V2 in every layer of the demo model, as a profile."""
+    layers = read_config(ModelSource("demo")).num_hidden_layers
+    file, out = tmp_path / "demo_kivi_KVTuner4_0.yaml", tmp_path / "kivi.json"
+    file.write_text("".join(f"{layer}:\n  nbits_key: 4\n  nbits_value: 2\n" for layer in range(layers)))
+    assert run("import", file, "--from", "kvtuner-yaml", "--model", "demo", "--out", out)[0] == 0
+    return out
+
+
+@pytest.mark.slow
+def test_an_imported_preset_of_kivi_is_evaluated(run: RunCommand, preset: Path, tmp_path: Path) -> None:
+    assert run("validate", preset, "--model", "demo")[0] == 0
+    asked = ("--levels", "likelihood,recall", "--lengths", "120", "--problems", "2", "--sequences", "2,2,4", "--json")
+    against = ("--against", "K4V2,K4V2-per-channel,K2V2-per-channel")
+    status, out, err = run("eval", preset, "--model", "demo", *asked, *against, "--out", tmp_path / "out")
+    assert status == 0, err
+    results = {
+        (cell["measure"], result["subject"]): result["mean"]
+        for cell in json.loads(out)["cells"]
+        for result in cell["results"]
+    }
+    kl = {subject: mean for (measure, subject), mean in results.items() if measure == "kl_nats_per_token"}
+    assert 0 < kl["profile"] < kl["K2V2-per-channel"]
+    assert ("accuracy", "profile") in results, "its own transformers cache answers"
+
+
+def test_no_engine_reads_it(run: RunCommand, preset: Path) -> None:
+    status, _, err = run("generate", "--profile", preset, "--model", "demo", "--prompt", "a")
+    assert status == 2 and "per-channel keys are read by KVTunerCache and kvtuner eval alone" in err

@@ -17,7 +17,8 @@ from kvtuner.evaluation import scheme_registry
 from kvtuner.evaluation.cache_scheme import CacheScheme, RankLayout
 from kvtuner.evaluation.scheme_registry import named_scheme, named_schemes, register_scheme
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.precision import PrecisionPair
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.precision import ExactWindow, PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.search_spaces.budget import Budget
 
@@ -108,7 +109,9 @@ def test_schemes_have_the_flags_that_ask_sglang_for_them(tmp_path: Path) -> None
     flag, file = named_scheme("8", shape).server_flags(tmp_path)
     assert (flag, file) == ("--kvtuner-profile", str(tmp_path / "K8V8.json"))
     assert (tmp_path / "K8V8.json").is_file()
-    assert "--kvtuner-axis-key" in named_scheme("K4V4-per-channel", shape).server_flags(tmp_path)
+    named_scheme("K2V4-per-channel", shape).server_flags(tmp_path)
+    per_channel = load_profile(tmp_path / "K2V4-per-channel.json")
+    assert per_channel.has_per_channel_keys and per_channel.window == ExactWindow(32)
 
 
 def test_a_scheme_is_named_once_however_it_is_written(profile_of: ProfileOf) -> None:

@@ -17,6 +17,7 @@ from kvtuner.bench.ablation import GROUPS
 from kvtuner.bench.gates import all_gates, kv_pool_gate
 from kvtuner.bench.hardware import GPU_MEMORY, MEMORY
 from kvtuner.exported_configs.profile.records import QualityRecord
+from kvtuner.precision import ExactWindow
 from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, summary_lines, write_bench_report
 from kvtuner.report.bench_result import NO_LOADS, BenchResult
 from kvtuner.report.formatting import number
@@ -49,8 +50,8 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: MakeR
         assert scheme["refused"] or {load["kind"] for load in scheme["loads"]} == {
             "prompt", "output", "concurrency", "batch", "stability",
         }  # fmt: skip
-    assert "needs tail pages" in page.text
-    assert "needs tail pages" in text
+    assert "no server reads per-channel keys" in page.text
+    assert "no server reads per-channel keys" in text
     pictures = [path.name for path in tmp_path.glob("*.svg")]
     assert len(pictures) == 4 and page.names().count("svg") == 2 * len(pictures)
     assert all(f"]({name})" in text for name in pictures)
@@ -209,6 +210,7 @@ def test_the_ablation_has_every_group_of_its_design(make_result: MakeResult, tmp
     assert sorted(groups) == list("ABCDEFG")
     assert groups["G"].profile.defaults.k.symmetric
     assert not groups["C"].profile.defaults.k.symmetric
-    assert "--kvtuner-axis-key" in groups["F"].server_flags(tmp_path)
+    keys, exact = groups["F"].profile.defaults.k, groups["F"].profile.window
+    assert (keys.granularity, keys.group_size, exact) == ("per_channel", 32, ExactWindow(32))
     sizes = [groups[letter].bytes_per_token for letter in "ABCD"]
     assert sizes == sorted(sizes, reverse=True)

@@ -14,7 +14,7 @@ from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
-from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model, refuse_per_channel
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -56,23 +56,24 @@ def test_without_a_calibration_the_model_s_positions_are_the_context(profile_of:
         check_model(profile, windowed(128))
 
 
-def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(profile_of: ProfileOf) -> None:
+def test_keys_per_channel_need_a_window_of_a_group(profile_of: ProfileOf) -> None:
     config = windowed(512)
     served = profile_of(config, [LayerQuantization(4, 4), LayerQuantization(16, 4)])
 
-    def per_channel(k_bits: int) -> Profile:
+    def per_channel(k_bits: int, residual_length: int) -> Profile:
+        layout, window = ScaleLayout(32, granularity="per_channel"), ExactWindow(residual_length)
         pair = PrecisionPair(k_bits, 4)
-        return uniform_profile(
-            served.to_geometry(), pair, served.model, k_layout=ScaleLayout(32, granularity="per_channel")
-        )
+        return uniform_profile(served.to_geometry(), pair, served.model, k_layout=layout, window=window)
 
     for check in (check_model, KVTunerCache.from_profile):
         check(served, config)
-        check(per_channel(16), config)
-        with pytest.raises(
-            ProfileError, match="need tail pages, which no server has yet; search or import with per_token"
-        ):
-            check(per_channel(4), config)
+        check(per_channel(16, 0), config)
+        check(per_channel(4, 32), config)
+        with pytest.raises(ProfileError, match="32 tokens per scale need residual_length 32 or more, not 31"):
+            check(per_channel(4, 31), config)
+    refuse_per_channel(per_channel(16, 0))
+    with pytest.raises(ProfileError, match="read by KVTunerCache and kvtuner eval alone; serve per_token keys"):
+        refuse_per_channel(per_channel(4, 32))
 
 
 def test_an_exact_window_is_kept_by_the_transformers_cache_and_asked_of_servers(

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvtuner.errors import CacheError, ProfileError
-from kvtuner.precision import PACKED_BITS, WordBits, row_bytes
+from kvtuner.precision import PACKED_BITS, ExactWindow, WordBits, row_bytes
 from kvtuner.quant import QuantSpec, Transform, quantize
-from kvtuner.row_packing import pack_rows
+from kvtuner.row_packing import pack_rows, pack_token_groups
 from kvtuner.runtime_loader import row_format
-from kvtuner.runtime_loader.packed_layer import PackedSide, TokenBuffer
+from kvtuner.runtime_loader.packed_layer import PackedSide, PerChannelSide, TokenBuffer, packed_side
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
 
@@ -143,6 +143,66 @@ def test_stored_rows_carry_no_gradient() -> None:
         side = stored(spec)
         side.extend(states(1, 3, 4, 64).requires_grad_(), fresh_is_exact=True)
         assert not side.buffer.rows.requires_grad
+
+
+def per_channel(bits: int = 4, group: int = 16, residual_length: int = 16, heads: int = 3) -> PackedSide:
+    spec = QuantSpec(bits, token_group=group)
+    return packed_side(RowFormat(heads, 64, spec), ExactWindow(residual_length))
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("cuts", [[1] * 70, [3, 30, 1, 1, 14, 21], [16, 16, 38], [70]], ids=str)
+def test_groups_are_packed_once_they_are_full_however_the_tokens_came(bits: int, cuts: list[int]) -> None:
+    side, whole = per_channel(bits), states(2, 3, 70, 64)
+    assert isinstance(side, PerChannelSide)
+    spec, past = side.format.spec, 0
+    for chunk in whole.split(cuts, dim=2):
+        read = side.extend(chunk, fresh_is_exact=False)
+        past += chunk.shape[2]
+        full = past // 16 * 16
+        expected = spec.simulate(whole[:, :, :past].transpose(1, 2)).transpose(1, 2)
+        near = past - min(past, 16)  # of the window
+        assert torch.equal(read[:, :, :near], expected[:, :, :near])
+        assert torch.equal(read[:, :, near:], whole[:, :, near:past])
+        assert torch.equal(
+            side.buffer.rows[:, :full], pack_token_groups(spec.quantize(whole[:, :, :full].transpose(1, 2)))
+        )
+    assert side.buffer.stored_bytes == 2 * 70 * row_bytes(3, 64, bits, 16, granularity="per_channel")
+
+
+def test_a_chunk_that_is_exact_within_itself_reads_before_it_the_group_that_it_fills() -> None:
+    side, whole = per_channel(), states(1, 3, 50, 64)
+    side.extend(whole[:, :, :37], fresh_is_exact=True)
+    read = side.extend(whole[:, :, 37:], fresh_is_exact=True, num_copies=28)
+    rows = side.format.spec.simulate(whole[:, :, :48].transpose(1, 2)).transpose(1, 2)
+    assert torch.equal(read, torch.cat((whole[:, :, 22:], rows[:, :, :37], whole[:, :, 37:]), dim=2))
+
+
+@pytest.mark.parametrize("kept", [0, 16, 30, 40, 48, 53])
+def test_after_a_removal_a_group_is_stored_again_of_copies_or_of_what_its_rows_gave(kept: int) -> None:
+    side, whole, other = per_channel(), states(2, 3, 54, 64), states(2, 3, 40, 64, seed=1)
+    for token in whole.split(1, dim=2):
+        side.extend(token, fresh_is_exact=False)
+    before = side.format.unpack(side.buffer.rows[:, :48], torch.float32).transpose(1, 2)
+    side.truncate(kept)
+    read = side.extend(other, fresh_is_exact=False)
+    known = whole[:, :, :kept].clone()
+    without_copy = slice(kept // 16 * 16, min(38, kept))  # copies were of tokens 38 to 53
+    known[:, :, without_copy] = before[:, :, without_copy]
+    expected = side.format.spec.simulate(torch.cat((known, other), dim=2).transpose(1, 2)).transpose(1, 2)
+    assert torch.equal(read[:, :, :-16], expected[:, :, :-16])
+    assert torch.equal(read[:, :, -16:], other[:, :, -16:])
+
+
+def test_a_batch_takes_its_groups_that_are_not_full_along() -> None:
+    side, whole, other = per_channel(), states(3, 3, 27, 64), states(2, 3, 20, 64, seed=1)
+    side.extend(whole, fresh_is_exact=False)
+    side.take(torch.tensor([2, 0]))
+    read = side.extend(other, fresh_is_exact=False)
+    expected = side.format.spec.simulate(torch.cat((whole[[2, 0]], other), dim=2).transpose(1, 2)).transpose(1, 2)
+    assert torch.equal(read[:, :, :31], expected[:, :, :31])
+    side.clear()
+    assert torch.equal(side.extend(other, fresh_is_exact=True), other)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 from uncached_forward import logits_in_chunks
 
 from kvtuner.errors import CacheError, ServingError
-from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.exported_configs.profile.profile import Profile
-from kvtuner.precision import NO_WINDOW, ExactWindow
+from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.cpu.library import compiler
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
@@ -187,6 +187,10 @@ def test_what_cannot_be_read_in_place_is_refused(
         cache.attending(double, in_place=True).__enter__()
     with pytest.raises(ServingError, match="there is none for fp8"):
         KVTunerCache.fp8(model.config).attending(model, in_place=True).__enter__()
+    layout, pair = ScaleLayout(16, granularity="per_channel"), PrecisionPair(4, 4)
+    per_channel = uniform_profile(profile.to_geometry(), pair, profile.model, k_layout=layout, window=ExactWindow(16))
+    with pytest.raises(ServingError, match="there is none for keys per channel"):
+        KVTunerCache.from_profile(per_channel, model.config).attending(model, in_place=True).__enter__()
     tokens, is_token = prompt(2, 6), torch.ones(2, 6, dtype=torch.long)
     with cache.attending(model):
         is_token[1, 0] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +19,12 @@ from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.errors import CacheError
-from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.evaluation.cache_scheme import ProfileScheme
+from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import SIDES, ExactWindow
+from kvtuner.precision import SIDES, ExactWindow, PrecisionPair, ScaleLayout, row_bytes
+from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -201,6 +204,84 @@ def test_generate_reads_the_window(options: Any, model_of: ModelOf, profile_of: 
     assert torch.equal(found.sequences, expected.sequences)
     for left, right in zip(found.logits, expected.logits, strict=True):
         assert (left - right).abs().max() <= TOLERANCE
+
+
+@pytest.fixture
+def per_channel(profile_of: ProfileOf) -> Callable[..., Profile]:
+    """K2V4 of a model with groups of 16 tokens of a channel."""
+
+    def make(config: Any, window: ExactWindow) -> Profile:
+        like = profile_of(config, LAYERS)
+        layout = ScaleLayout(16, granularity="per_channel")
+        return uniform_profile(like.to_geometry(), PrecisionPair(2, 4), like.model, k_layout=layout, window=window)
+
+    return make
+
+
+@pytest.mark.parametrize("window", [ExactWindow(16), ExactWindow(21, 3)], ids=str)
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_keys_per_channel_are_read_of_full_groups_outside_of_the_window(
+    read_plan: Any, window: ExactWindow, model_name: str, model_of: ModelOf, per_channel: Callable[..., Profile]
+) -> None:
+    model, tokens = model_of(model_name, torch.float64), prompt(2, 70)
+    profile = per_channel(model.config, window)
+    cache = KVTunerCache.from_profile(profile, model.config, read_plan)
+    cuts = list(range(71)) if read_plan == "cache" else [0, *range(PROMPT, 71)]
+    found = logits_in_chunks(model, cache, tokens, cuts)
+    exact = exact_reads(read_plan, window, 70)
+    expected = uncached_logits(model, tokens, specs_of(profile), exact)
+    assert (found - expected).abs().max() <= TOLERANCE
+    by_token = [{**specs, "k": QuantSpec(2)} for specs in specs_of(profile)]
+    assert (found - uncached_logits(model, tokens, by_token, exact)).abs().max() > 1e-3
+    heads, dims = cache.layers[0].k.format.num_heads, [cache.layers[0].k.format.head_dim]
+    dims.append(cache.layers[0].v.format.head_dim)
+    of_token = row_bytes(heads, dims[0], 2, 16, granularity="per_channel") + row_bytes(heads, dims[1], 4)
+    assert cache.stored_bytes == 2 * 70 * 2 * of_token == 2 * 70 * profile.bytes_per_token()
+
+
+@pytest.mark.parametrize("cuts", [(0, 9, 40, 41, 57, 70), (0, 70), (0, 33, 65, 70)], ids=str)
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_chunks_of_keys_per_channel_read_within_attending_what_single_tokens_do(
+    read_plan: Any, cuts: tuple[int, ...], model_of: ModelOf, per_channel: Callable[..., Profile]
+) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(2, 70)
+    profile = per_channel(model.config, ExactWindow(16, 2))
+    cache = KVTunerCache.from_profile(profile, model.config, read_plan)
+    with cache.attending(model):
+        found = logits_in_chunks(model, cache, tokens, cuts)
+    exact = exact_reads("cache", profile.window, 70)
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        if read_plan == "hit" or (read_plan == "decode" and number == 0):
+            exact[start:stop, start:stop] = True
+    assert (found - uncached_logits(model, tokens, specs_of(profile), exact)).abs().max() <= TOLERANCE
+
+
+def test_the_simulator_knows_keys_per_channel(model_of: ModelOf, per_channel: Callable[..., Profile]) -> None:
+    model, tokens = copy.deepcopy(model_of("llama-gqa-64", torch.float64)), prompt(1, 70)
+    profile = per_channel(model.config, ExactWindow(16, 2))
+    exact = model(tokens, use_cache=False).logits.log_softmax(-1)
+    cache = KVTunerCache.from_profile(profile, model.config)
+    read = logits_in_chunks(model, cache, tokens, [0, *range(PROMPT, 71)]).log_softmax(-1)
+    model.set_attn_implementation(register_hook())
+    chain = DecoderChain(model, ModelGeometry.from_config(model.config))
+    batch = Batch(0, tokens, torch.arange(70).unsqueeze(0))
+    scores = Simulator(chain, [batch], ReadPlan("decode", PROMPT)).measure(ProfileScheme.of("own", profile).specs)
+    kl = (exact.exp() * (exact - read)).sum(-1)[:, PROMPT:]
+    assert kl.mean() > 1e-3
+    torch.testing.assert_close(scores.kl, kl, rtol=1e-3, atol=1e-6)  # the simulator compares logits in float32
+
+
+def test_generate_reads_keys_per_channel_by_beams(model_of: ModelOf, per_channel: Callable[..., Profile]) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(2, 13)
+    profile = per_channel(model.config, ExactWindow(16))
+    found, expected = (
+        model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, max_new_tokens=50, do_sample=False,
+            num_beams=3, num_return_sequences=2,
+        )
+        for cache in (KVTunerCache.from_profile(profile, model.config), WindowedReads(profile))
+    )  # fmt: skip
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("read_plan", "first"), [("cache", 0), ("decode", 4), ("hit", 4)])

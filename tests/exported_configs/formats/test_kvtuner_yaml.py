@@ -10,7 +10,7 @@ import pytest
 from kvtuner.exported_configs.formats.conversion import write
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair, ScaleLayout
+from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,12 +50,13 @@ def test_a_preset_per_token_has_one_group_per_head(take: Callable[..., Any]) -> 
     assert notes == ()
 
 
-def test_a_preset_of_kivi_has_keys_per_channel_and_says_that_nobody_serves_it(take: Callable[..., Any]) -> None:
+def test_a_preset_of_kivi_has_keys_per_channel_and_says_that_no_server_reads_it(take: Callable[..., Any]) -> None:
     profile, notes = take(PRESET.replace("16", "4"), "kvtuner-yaml", file_name=KIVI_NAME)
     assert profile.defaults.k.granularity == "per_channel" and profile.has_per_channel_keys
     assert (profile.defaults.k.group_size, profile.defaults.v.group_size) == (32, 32)
     (note,) = notes
-    assert "per channel" in note and "no server reads it" in note and "newest 32 tokens" in note
+    assert "per channel" in note and "no server does" in note and "newest 32 tokens" in note
+    assert profile.window == ExactWindow(32)
 
 
 def test_groups_of_kivi_that_values_of_8_bits_cannot_have_need_another_size(
@@ -95,7 +96,14 @@ def test_a_preset_is_the_profile_that_was_built_by_hand(take: Callable[..., Any]
     text = preset(*[(4, 2)] * 4)
     for scheme, options in (
         ("pertoken", {}),
-        ("kivi", {"k_layout": ScaleLayout(32, granularity="per_channel"), "v_layout": ScaleLayout(32)}),
+        (
+            "kivi",
+            {
+                "k_layout": ScaleLayout(32, granularity="per_channel"),
+                "v_layout": ScaleLayout(32),
+                "window": ExactWindow(32),
+            },
+        ),
     ):
         taken = take(text, "kvtuner-yaml", scheme=scheme)[0]
         assert taken.digest == uniform_profile(geometry, PrecisionPair(4, 2), taken.model, **options).digest

@@ -114,15 +114,10 @@ def test_keys_per_channel_load_and_cost_what_was_worked_out_by_hand(per_channel:
     assert reloaded.bytes_per_token(tp_size=3) == sum(map(sum, one_head))
 
 
-def test_nothing_is_quantized_with_keys_per_channel_yet(per_channel: Profile) -> None:
+def test_keys_per_channel_are_quantized_by_groups_of_tokens(per_channel: Profile) -> None:
     for number, bits in enumerate((8, 4, 16, 2, 16)):
-        if bits == 16:
-            assert per_channel.quant_spec(number, "k") is None
-            continue
-        with pytest.raises(
-            ProfileError, match=rf"layers\[{number}\].k: .* tail pages, .* search or import with per_token"
-        ):
-            per_channel.quant_spec(number, "k")
+        expected = None if bits == 16 else QuantSpec(bits, token_group=32)
+        assert per_channel.quant_spec(number, "k") == expected
     rotated = per_channel.quant_spec(1, "v")
     assert rotated is not None and str(rotated.transform.kind) == "hadamard"
 
