@@ -156,6 +156,8 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
 def read_served_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:
     """What every layer of a model caches that SGLang serves with a profile: all tokens, those of a window, or none.
 
+    Of all tokens a layer caches keys and values, or latents.
+
     Raises:
         UnsupportedModelError: A layer has another cache.
         GeometryError: The configuration does not tell its heads.
@@ -165,8 +167,6 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
     name, types = getattr(text, "model_type", type(text).__name__), layer_kinds(text)
     for layer_id, layer in enumerate(geometry.layers):
         kind = types[min(layer_id, len(types) - 1)]
-        if layer.kind.name == "latent":
-            raise UnsupportedModelError(_not_served(name, "multi-head latent attention (MLA)"))
         if kind == "chunked_attention" and layer.kind != LayerKind():
             raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, which reads its chunk alone"))
     return geometry

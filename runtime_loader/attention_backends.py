@@ -15,6 +15,7 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader import cpu, kernels
+from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
 from kvtuner.runtime_loader.cpu.library import require_native_library
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -42,6 +43,7 @@ class AttentionBackend:
         require: A check that raises ServingError on a machine that lacks what the backend needs. Where nobody named
             the backend, the next one that is a default there takes its place.
         make_mover: The factory of what moves pages to the host tier, for layers that this backend serves.
+        make_of_latents: The factory of its attention over latents (MLA); None where it has none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class AttentionBackend:
     default_on: tuple[str, ...] = ()
     require: Callable[[], None] = lambda: None
     make_mover: MakeMover = TorchMover
+    make_of_latents: Callable[[torch.device], PackedAttention] | None = None
 
 
 logger: Final = logging.getLogger("kvtuner")
@@ -71,6 +74,19 @@ def backend_for(device: torch.device, name: str | None = None) -> AttentionBacke
         raise _no_backend(device, name)
     backend.require()
     return backend
+
+
+def latent_backend(device: torch.device, name: str | None = None) -> AttentionBackend:
+    """Choose the backend of latents (MLA) as `backend_for` does that of keys and values."""
+    rows = [row for row in _BACKENDS.values() if row.make_of_latents is not None]
+    chosen = [row for row in rows if device.type in row.devices and name in (None, row.name)]
+    if not chosen:
+        asked = f"{BACKEND_VARIABLE}={name} does not read" if name else "there are no kernels for"
+        raise ServingError(
+            f"{asked} latents (MLA) on {device}: {' and '.join(row.name for row in rows)} reads them, on a processor"
+            f" (examples/sglang_on_cpu); {f'unset {BACKEND_VARIABLE}' if name else 'serve without a profile'}"
+        )
+    return chosen[0]
 
 
 def _default_backend(device: torch.device) -> AttentionBackend:
@@ -125,7 +141,15 @@ def _native_attention(_: torch.device) -> PackedAttention:
 register_backend(
     AttentionBackend(cpu.BACKEND, ("cpu",), _native_attention, default_on=("cpu",), require=require_native_library)
 )
-register_backend(AttentionBackend("torch", ("cpu",), lambda _: TorchAttention(), default_on=("cpu",)))
+register_backend(
+    AttentionBackend(
+        "torch",
+        ("cpu",),
+        lambda _: TorchAttention(),
+        default_on=("cpu",),
+        make_of_latents=lambda _: LatentAttention(),
+    )
+)
 register_backend(
     AttentionBackend(
         kernels.NAME,

@@ -38,6 +38,10 @@ class TorchAttention:
     name = "torch"
     rounding = 0.0
 
+    def layer_of(self, keys: PackedRows, values: PackedRows, scores: ScoreScaling, *, shares_mean: bool) -> TorchLayer:
+        """What reads the rows of a layer."""
+        return TorchLayer(keys, values, scores, shares_mean)
+
     def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
         """See `PackedAttention.prepare`."""
 
@@ -57,8 +61,8 @@ class TorchAttention:
         """See `PackedAttention.decode`."""
         # Without a cap, copies or sinks softmax cancels what all cached keys share.
         is_shared = scores.logit_cap > 0 or window is not None or scores.sink_scores is not None
-        layer = _Layer(keys, values, scores, shares_mean=is_shared)
-        output = q.new_zeros(len(q), q.shape[1], values.format.head_dim) if out is None else out.zero_()
+        layer = self.layer_of(keys, values, scores, shares_mean=is_shared)
+        output = q.new_zeros(len(q), q.shape[1], layer.channels) if out is None else out.zero_()
         for request, (start, stop) in enumerate(_spans(indptr, len(q))):
             if start == stop:
                 continue
@@ -77,8 +81,8 @@ class TorchAttention:
         scores: ScoreScaling, out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.extend`."""
-        layer = _Layer(keys, values, scores, shares_mean=True)
-        output = q.new_empty(len(q), q.shape[1], values.format.head_dim) if out is None else out
+        layer = self.layer_of(keys, values, scores, shares_mean=True)
+        output = q.new_empty(len(q), q.shape[1], layer.channels) if out is None else out
         num_requests = len(bounds.tokens) - 1
         prefixes = _spans(bounds.prefix, num_requests)
         for request, (start, stop) in enumerate(_spans(bounds.tokens, num_requests)):
@@ -89,7 +93,7 @@ class TorchAttention:
                 new = slice(first, min(first + BLOCK_QUERIES, stop))
                 # Of the request's new tokens those up to the last of these queries; drafts of a tree come in any order.
                 seen = slice(start, new.stop if tree is None else stop)
-                fresh = _States(k[seen], v[seen])
+                fresh = TorchStates(k[seen], v[seen])
                 later = (
                     _later(new.stop - new.start, new.stop - start, q.device)
                     if tree is None
@@ -113,14 +117,14 @@ class TorchAttention:
         """See `PackedAttention.read_prefix`: never."""
 
 
-class _States(NamedTuple):
+class TorchStates(NamedTuple):
     """Keys and values of some tokens in model space, [tokens, num_kv_heads, channels]."""
 
     k: Tensor
     v: Tensor
 
 
-class _Numbers(NamedTuple):
+class TorchNumbers(NamedTuple):
     """Keys or values of a block of tokens: codes with their scale words, or numbers without.
 
     Attributes:
@@ -134,7 +138,7 @@ class _Numbers(NamedTuple):
     minimum: Tensor | None = None
 
     @classmethod
-    def of_rows(cls, stored: PackedRows, slots: Tensor) -> _Numbers:
+    def of_rows(cls, stored: PackedRows, slots: Tensor) -> TorchNumbers:
         """The numbers of token slots, in stored space."""
         rows, spec = stored.rows.index_select(0, slots), stored.format.spec
         if spec is None or spec.fp8:
@@ -145,7 +149,7 @@ class _Numbers(NamedTuple):
         return cls(codes_of_rows(rows, spec.bits, num_heads, head_dim).float(), scale, minimum)
 
     @classmethod
-    def of_states(cls, states: Tensor) -> _Numbers:
+    def of_states(cls, states: Tensor) -> TorchNumbers:
         """The numbers of keys or values themselves, in model space."""
         return cls(states.float())
 
@@ -171,7 +175,7 @@ class _Numbers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class TorchPart:
     """Tokens that queries attend to, a block at a time.
 
     Attributes:
@@ -183,14 +187,14 @@ class _Part:
     """
 
     queries: Tensor
-    blocks: Callable[[], Iterator[tuple[slice, _Numbers, Callable[[], _Numbers]]]]
+    blocks: Callable[[], Iterator[tuple[slice, TorchNumbers, Callable[[], TorchNumbers]]]]
     hidden: Tensor | None = None
     mean: Tensor | None = None
     in_model_space: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class TorchLayer:
     """The rows of a layer, and how products become scores.
 
     `shares_mean` says that a softmax reads other keys too, or is capped, so that products need what cached keys share.
@@ -201,38 +205,40 @@ class _Layer:
     scores: ScoreScaling
     shares_mean: bool
 
-    def of_rows(self, q: Tensor, slots: Tensor, hidden: Tensor | None = None) -> _Part:
+    @property
+    def channels(self) -> int:
+        """The channels of a head's output."""
+        return self.values.format.head_dim
+
+    def of_rows(self, q: Tensor, slots: Tensor, hidden: Tensor | None = None) -> TorchPart:
         """The part of queries [queries, num_heads, channels] that is read from token slots."""
 
-        def blocks() -> Iterator[tuple[slice, _Numbers, Callable[[], _Numbers]]]:
+        def blocks() -> Iterator[tuple[slice, TorchNumbers, Callable[[], TorchNumbers]]]:
             for start in range(0, len(slots), BLOCK_KEYS):
                 read = slots[start : start + BLOCK_KEYS]
-                yield (
-                    slice(start, start + len(read)),
-                    _Numbers.of_rows(self.keys, read),
-                    partial(_Numbers.of_rows, self.values, read),
-                )
+                k = TorchNumbers.of_rows(self.keys, read)
+                yield slice(start, start + len(read)), k, partial(TorchNumbers.of_rows, self.values, read)
 
         transform, num_heads = self.keys.transform, self.keys.format.num_heads
         mean = None
         if self.shares_mean and transform.mu is not None:
-            mean = _by_kv_head(q, num_heads) @ transform.mu.to(q.device, torch.float32).unsqueeze(-1)
-        return _Part(_by_kv_head(transform.apply_to_query(q, num_heads), num_heads), blocks, hidden, mean)
+            mean = by_kv_head(q, num_heads) @ transform.mu.to(q.device, torch.float32).unsqueeze(-1)
+        return TorchPart(by_kv_head(transform.apply_to_query(q, num_heads), num_heads), blocks, hidden, mean)
 
-    def of_states(self, q: Tensor, states: _States, hidden: Tensor) -> _Part:
+    def of_states(self, q: Tensor, states: TorchStates, hidden: Tensor) -> TorchPart:
         """The part of queries that is read from keys and values in model space."""
 
-        def blocks() -> Iterator[tuple[slice, _Numbers, Callable[[], _Numbers]]]:
+        def blocks() -> Iterator[tuple[slice, TorchNumbers, Callable[[], TorchNumbers]]]:
             for start in range(0, len(states.k), BLOCK_KEYS):
                 read = slice(start, min(start + BLOCK_KEYS, len(states.k)))
-                yield read, _Numbers.of_states(states.k[read]), partial(_Numbers.of_states, states.v[read])
+                yield read, TorchNumbers.of_states(states.k[read]), partial(TorchNumbers.of_states, states.v[read])
 
-        return _Part(_by_kv_head(q, self.keys.format.num_heads), blocks, hidden, in_model_space=True)
+        return TorchPart(by_kv_head(q, self.keys.format.num_heads), blocks, hidden, in_model_space=True)
 
-    def attend(self, q: Tensor, parts: list[_Part]) -> Tensor:
+    def attend(self, q: Tensor, parts: list[TorchPart]) -> Tensor:
         """The attention of queries [queries, num_heads, channels] over all parts, in their dtype."""
         shape = (self.keys.format.num_heads, q.shape[1] // self.keys.format.num_heads, len(q))
-        softmax = _OnlineSoftmax(parts[0].queries, self.values.format.head_dim)
+        softmax = _OnlineSoftmax(parts[0].queries, self.channels)
         for part in parts:
             for tokens, k, read_values in part.blocks():
                 products = k.products(part.queries)
@@ -297,8 +303,8 @@ class _WindowOfChunk:
     last: int
 
     def parts(
-        self, layer: _Layer, q: Tensor, prefix: Tensor, fresh: _States, seen: slice, later: Tensor
-    ) -> list[_Part]:
+        self, layer: TorchLayer, q: Tensor, prefix: Tensor, fresh: TorchStates, seen: slice, later: Tensor
+    ) -> list[TorchPart]:
         """The prefix and its copies, and the new tokens up to the last of these, exactly or as rows give them back."""
         positions = torch.arange(self.num_past, self.num_past + self.last, device=q.device)
         queries = positions[self.first :]
@@ -307,7 +313,7 @@ class _WindowOfChunk:
         if self.window.stored is None:
             return [*parts, layer.of_states(q, fresh, later)]
         exact = self.window.ring.reads(queries, positions)
-        stored = _States(*(states[seen] for states in self.window.stored))
+        stored = TorchStates(*(states[seen] for states in self.window.stored))
         return [*parts, layer.of_states(q, stored, later | exact), layer.of_states(q, fresh, later | ~exact)]
 
 
@@ -317,7 +323,7 @@ def _later(num_queries: int, num_tokens: int, device: torch.device) -> Tensor:
     return hidden.triu(1 + num_tokens - num_queries)
 
 
-def _copies(window: WindowReads, request: int, queries: Tensor, num_tokens: int) -> tuple[_States, Tensor, Tensor]:
+def _copies(window: WindowReads, request: int, queries: Tensor, num_tokens: int) -> tuple[TorchStates, Tensor, Tensor]:
     """The copies at hand of a request's first tokens, and what queries do not read of rows and of copies.
 
     The masks are [queries, tokens] and [queries, copies]: where a copy is read its row is hidden, and otherwise the
@@ -327,7 +333,7 @@ def _copies(window: WindowReads, request: int, queries: Tensor, num_tokens: int)
     reads = window.ring.reads(queries, positions)
     of_rows = torch.zeros((len(queries), num_tokens), dtype=torch.bool, device=queries.device)
     of_rows[:, positions] = reads
-    return _States(k, v), of_rows, ~reads
+    return TorchStates(k, v), of_rows, ~reads
 
 
 def _spans(indptr: Tensor, num_requests: int) -> list[tuple[int, int]]:
@@ -337,7 +343,7 @@ def _spans(indptr: Tensor, num_requests: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _by_kv_head(q: Tensor, num_kv_heads: int) -> Tensor:
+def by_kv_head(q: Tensor, num_kv_heads: int) -> Tensor:
     """Queries [queries, num_heads, channels] as float32 [num_kv_heads, gqa * queries, channels]."""
     grouped: Tensor = q.float().transpose(0, 1).unflatten(0, (num_kv_heads, -1))
     return grouped.flatten(1, 2)

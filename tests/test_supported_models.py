@@ -89,6 +89,7 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     assert read_served_geometry(GptOssConfig()).tuned().num_layers == 18
     assert read_served_geometry(Qwen3NextConfig()).tuned().ids == tuple(range(3, 48, 4))
     assert read_served_geometry(FalconH1Config()).tuned().layer_ids is None
+    assert read_served_geometry(DeepseekV3Config()).tuned().is_latent
 
 
 @pytest.mark.parametrize(

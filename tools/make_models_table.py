@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE: Final = ROOT / "docs" / "models.md"
 BEGIN: Final = "<!-- made by python -m tools.make_models_table -->"
-SERVERS: Final = ("test_agreement.py", "layers/test_windows.py", "layers/test_states.py")
+SERVERS: Final = ("test_agreement.py", "layers/test_windows.py", "layers/test_states.py", "layers/test_latents.py")
 """The tests of tests/sglang/ that start a real server for each of their `FAMILIES`."""
 CHAINS: Final = ("Cohere", "Granite", "StableLm", "Olmo2", "GPTNeoX", "OPT", "GPT2")
 """The prefixes of models that tests run layer by layer alone."""
@@ -90,7 +90,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         if tests.get(name) in CHAINS:
             host = "by its configuration"
         server = search if is_refused else _served(name, config, classes.get(name))
-        triton = "-" if server.startswith("refused") else "kernels by rows, interpreted; no GPU yet"
+        triton = "-" if server.startswith("refused") else _triton(config)
         yield name, search, host, server, triton
 
 
@@ -108,6 +108,13 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
         return f"refused: {_short(str(error))}"
     kinds = [layer.kind.name for layer in geometry.layers]
     return "by its configuration: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _triton(config: Any) -> str:
+    from kvtuner.supported_models import read_cache_geometry
+
+    is_latent = read_cache_geometry(config).tuned().is_latent
+    return "refused: no kernels for latents" if is_latent else "kernels by rows, interpreted; no GPU yet"
 
 
 def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -> str:
@@ -137,6 +144,8 @@ def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -
         return f"refused: SGLang does not read its configuration ({type(error).__name__})"
     if not ModelRegistry.is_arch_supported(config.architectures[0]):
         return "by transformers' code in SGLang, untested"
+    if geometry.tuned().is_latent:
+        return "latents in torch, untested"
     if has_states:
         return "states by SGLang's kernels, untested"
     has_windows = any(layer.kind.name == "window" for layer in geometry.layers)

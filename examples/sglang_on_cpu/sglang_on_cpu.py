@@ -97,6 +97,16 @@ def keep_pools_where_lmcache_reads_them() -> None:
     registry.default_radix_cache_factory = build_beside_lmcache
 
 
+def rotate_in_torch() -> None:
+    """Let models with latents (MLA) have every rotary embedding: SGLang's of a processor is that of YaRN alone."""
+    factory: Any = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
+
+    def rotary_embedding(*arguments: Any, **options: Any) -> Any:
+        return factory.get_rope(*arguments[:-1], **options)  # the last is the device
+
+    factory.get_rope_cpu = rotary_embedding
+
+
 def read_images_without_torchvision() -> None:
     """Let transformers make processors of models with images without their part for videos, which needs torchvision."""
     from transformers.image_processing_base import ImageProcessingMixin
@@ -186,6 +196,7 @@ def __getattr__(name: str) -> Any:
             run_adapters()
             list_slots_in_torch()
             delta_rule_in_torch.install()
+            rotate_in_torch()
             send_without_streams()
             keep_pools_where_lmcache_reads_them()
             if importlib.util.find_spec("mooncake") is None:

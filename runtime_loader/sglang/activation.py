@@ -28,6 +28,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     has_adapters,
     refuse_beside_other_layers,
     refuse_flags,
+    refuse_of_latents,
 )
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
@@ -113,6 +114,9 @@ def _check(server_args: Any) -> None:
         model_config = model_config_of(server_args)
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
         profile = loaded.profile(model_config)
+        if profile.tuned_geometry().is_latent:
+            refuse_of_latents(arguments, hicache_only=loaded.request.hicache_only)
+            _check_reader_of_latents(arguments.device)
         if keeps_states(model_config):
             refuse_beside_other_layers(arguments, "layers that keep a state")
         elif profile.tuned_geometry().layer_ids is not None:
@@ -130,6 +134,15 @@ def _check(server_args: Any) -> None:
             if has_adapters(arguments):
                 _judge_adapters(strict=loaded.request.strict)
             _compare_models(loaded.request, profile, model_config)
+
+
+def _check_reader_of_latents(device: str) -> None:
+    # Imported here because a launcher does without attention; this one is to refuse before weights are loaded.
+    import torch
+
+    from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, latent_backend
+
+    latent_backend(torch.device(device), os.environ.get(BACKEND_VARIABLE) or None)
 
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:

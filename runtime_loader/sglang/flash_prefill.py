@@ -10,7 +10,7 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.joined_chunk import JoinedChunk
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
-from kvtuner.runtime_loader.sglang.self_test import MANY_TOKENS, tolerance
+from kvtuner.runtime_loader.sglang.pools.self_test import MANY_TOKENS, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

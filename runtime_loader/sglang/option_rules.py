@@ -198,6 +198,13 @@ OTHER_LAYER_RULES: Final = (
 )
 """Rules beside layers with a window or without keys."""
 
+LATENT_RULES: Final = (
+    *OTHER_LAYER_RULES,
+    OptionRule("dp_size", (None, 1), "it was never tried"),
+    OptionRule("nnodes", (1,), "it was never tried"),
+)
+"""Rules of latents (MLA)."""
+
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
 
@@ -258,6 +265,16 @@ def refuse_flags(
 def refuse_beside_other_layers(arguments: Any, others: str) -> None:
     """Refuse an option that a model does not work with that has `others` beside packed layers."""
     _refuse_options(arguments, OTHER_LAYER_RULES, f"a packed KV pool beside {others}")
+
+
+def refuse_of_latents(arguments: Any, *, hicache_only: bool) -> None:
+    """Refuse an option that latents (MLA) do not work with, a host tier of theirs among them."""
+    if hicache_only:
+        raise ServingError(
+            "latents (MLA) have no quantized host tier yet: drop --kvtuner-hicache-only, so that they are packed on the"
+            " device"
+        )
+    _refuse_options(arguments, LATENT_RULES, "a packed pool of latents (MLA)")
 
 
 def has_adapters(arguments: Any) -> bool:

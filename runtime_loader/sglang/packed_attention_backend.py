@@ -15,12 +15,14 @@ from kvtuner.runtime_loader.sglang.compat.attention import (
     check_attention_layers,
     check_windows,
     first_attention_layer,
+    read_absorbed,
     refuse_unserved,
 )
 from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
-from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
+from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
@@ -37,12 +39,14 @@ logger: Final = logging.getLogger("kvtuner")
 def make_backend(runner: Any) -> PackedAttnBackend | None:
     """The backend of a model runner with a packed pool; None for any other pool, such as a draft's."""
     pool = full_part(runner.token_to_kv_pool)
-    if not isinstance(pool, PackedKVPool):
+    if not isinstance(pool, PackedPool):
         return None
     with refusing():
         windows = windows_of(pool.rank_state.profile)
         check_attention_layers(runner.model, runner.model_config.context_len, windows)
         check_windows(runner, windows)
+        if isinstance(pool, PackedLatentPool):
+            read_absorbed(runner.model, pool.shape_of_layer()[1:])
     return PackedAttnBackend(runner)
 
 
@@ -53,7 +57,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
 
     def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
-        self.pool: PackedKVPool = full_part(runner.token_to_kv_pool)
+        self.pool: PackedPool = full_part(runner.token_to_kv_pool)
         self.attention = self.pool.rank_state.attention
         self._layers = [(keys, values) for _, keys, values in self.pool.read_layers]
         self._first_layer = first_attention_layer(runner.model)
@@ -99,7 +103,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._enter(layer, forward_batch, save_kv_cache)
         if self._window is not None:
             new = NewTokens(self._window.requests, self.forward_metadata.kv_indptr)
-            self._store_copies(layer, new, k, v)
+            self.attention.store_copies(self._window.ring, new, *self.pool.new_states(k, v))
         output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **rest)
         return output
 
@@ -142,12 +146,6 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         k, v = (self.attention.read(stored, self._stored_at, dtype) for stored in (keys, values))
         return k, v
 
-    def _store_copies(self, layer: Any, new: NewTokens, k: Tensor, v: Tensor) -> None:
-        copies = self.pool.copies_of(layer.layer_id)
-        assert copies is not None
-        k, v = k.view(-1, *copies.keys.shape[2:]), v.view(-1, *copies.values.shape[2:])
-        self.attention.store_copies(copies, new, k, v)
-
     def _decode(
         self, q: Tensor, keys: PackedRows | Tensor, values: PackedRows | Tensor, o: Tensor, kv_indptr: Tensor,
         kv_indices: Tensor, attn_logits: Tensor, attn_lse: Tensor, num_kv_splits: Tensor, max_kv_splits: int,
@@ -181,7 +179,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         if self._verifies and custom_mask is not None and mask_indptr is not None:
             tree = DraftTree(custom_mask, mask_indptr)
         refuse_unserved({**arguments, "custom_mask": None if tree else custom_mask, "is_causal": is_causal})
-        k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
+        k, v = self.pool.new_states(k, v)
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, tree)
         scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
         window, prefix = self._window, None
@@ -218,7 +216,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
                 q[places], k[places], v[places], keys, values, first, scores, window=window
             )  # fmt: skip
         if window is not None:
-            self._store_copies(layer, NewTokens(window.requests, kv_indptr, qo_indptr), k, v)
+            self.attention.store_copies(window.ring, NewTokens(window.requests, kv_indptr, qo_indptr), k, v)
 
     def _near_prefix(self, window: WindowReads, bounds: ExtendBounds) -> tuple[Tensor, ExtendBounds] | None:
         """The new tokens whose windows reach into prefixes, which attend once more, with copies: the first of a chunk.

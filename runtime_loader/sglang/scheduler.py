@@ -11,7 +11,7 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.precision import NO_WINDOW
-from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
+from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for, latent_backend
 from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import LayerFormat, pool_formats
 from kvtuner.runtime_loader.sglang.compat.capacity import RankBytes, chunk_tokens, graph_requests, on_capacity
@@ -21,7 +21,10 @@ from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
 from kvtuner.runtime_loader.sglang.graph_advice import recommend_graph
-from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
+from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
+from kvtuner.runtime_loader.sglang.pools.self_test import announce_capacity, announce_states, announce_window_layers
 from kvtuner.runtime_loader.sglang.process_state import (
     PROFILE_KEY,
     READS_KEY,
@@ -29,7 +32,6 @@ from kvtuner.runtime_loader.sglang.process_state import (
     RankState,
     process_state,
 )
-from kvtuner.runtime_loader.sglang.self_test import announce_capacity, announce_states, announce_window_layers
 from kvtuner.runtime_loader.sglang.transfers import install_transfers, tell_of_windows
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.runtime_loader.attention_backends import AttentionBackend
+    from kvtuner.runtime_loader.packed_attention import PackedAttention
     from kvtuner.runtime_loader.sglang.hicache.tier import HostTier
 
 logger: Final = logging.getLogger("kvtuner")
@@ -58,7 +61,7 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
-        on_pool(PackedKVPool, announce_window_layers, announce_states)
+        on_pool(PackedKVPool, PackedLatentPool, announce_window_layers, announce_states)
         on_capacity(
             RankBytes(_bytes_per_token, _bytes_per_request, _workspace_bytes, _most_requests), announce_capacity
         )
@@ -68,9 +71,9 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
         install_transfers(lambda: f"{_served()} {process_state().active_rank().dtype}")
     if lmcache:
         on_lmcache(_stored_as)
-    pool_class = PackedKVPool if packed else MHATokenToKVPool
+    pool_classes = (PackedKVPool, PackedLatentPool) if packed else (MHATokenToKVPool,)
     if not tiers:
-        on_built(pool_class, lambda _, pool, requests: _complete(pool, requests))
+        on_built(pool_classes, lambda _, pool, requests: _complete(pool, requests))
         return
     # Imported here because it brings SGLang's cache controllers along.
     from kvtuner.runtime_loader.sglang.hicache.tier import HostTier
@@ -81,7 +84,7 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
         _complete(pool, requests)
         _begin_tier(tier, kvc, pool)
 
-    on_built(pool_class, built)
+    on_built(pool_classes, built)
     tier.install()
 
 
@@ -104,10 +107,10 @@ def _refusal_of_beams() -> str | None:
 
 def _complete(pool: Any, requests: Any) -> None:
     # A device pool in the model's dtype is exact as it is.
-    if isinstance(pool, PackedKVPool):
+    if isinstance(pool, PackedPool):
         pool.add_copies(requests)
         tell_of_windows(pool)
-        if pool.k_buffer[0].is_cuda:
+        if pool.keys[0].rows.is_cuda:
             recommend_graph(graph_requests(), requests.size, *pool.bytes_per_token)
 
 
@@ -170,7 +173,7 @@ def _bytes_per_token(kvc: Any, layers: Sequence[int]) -> int:
         num_heads = geometry.num_attention_heads // here.tp_size
         num_kv_heads = len(geometry.kv_heads_of_rank(here.tp_rank, here.tp_size))
         cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
-        attention = _backend(kvc).make(torch.device(kvc.device))
+        attention = _attention(torch.device(kvc.device), is_latent=geometry.is_latent)
         gqa, dtype = num_heads // num_kv_heads, str(kvc.kv_cache_dtype).removeprefix("torch.")
         state.rank = RankState(
             profile, attend, attention, gqa, float(cap), dtype, has_attention_sinks(kvc.model_config)
@@ -228,6 +231,15 @@ def _stored_as(model: str) -> str:
 
 def _backend(kvc: Any) -> AttentionBackend:
     return backend_for(torch.device(kvc.device), os.environ.get(BACKEND_VARIABLE) or None)
+
+
+def _attention(device: torch.device, *, is_latent: bool) -> PackedAttention:
+    name = os.environ.get(BACKEND_VARIABLE) or None
+    if not is_latent:
+        return backend_for(device, name).make(device)
+    make = latent_backend(device, name).make_of_latents
+    assert make is not None
+    return make(device)
 
 
 def _agreement_seconds() -> float:

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.runtime_loader.sglang.compat.disaggregation import before_forward, is_decode_server, on_transfer
-from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def misfit(their_tp: int, own_tp: int) -> str | None:
     )
 
 
-def tell_of_windows(pool: PackedKVPool) -> None:
+def tell_of_windows(pool: PackedPool) -> None:
     """Say in the log of a decode server with an exact window what it does not have."""
     window = pool.rank_state.profile.window
     if window.num_tokens and is_decode_server():
@@ -48,5 +48,5 @@ def tell_of_windows(pool: PackedKVPool) -> None:
 
 
 def _forget_former_requests(pool: Any) -> None:
-    if isinstance(pool, PackedKVPool):
+    if isinstance(pool, PackedPool):
         pool.forget_former_requests()

@@ -77,5 +77,3 @@ def test_options_of_keys_and_values_are_refused(
     ):
         status, _, error = run(*search, *options)
         assert status != 0 and reason in error, error
-    status, _, error = run("plan", "--model", model_folder("deepseek-v2"), "--gpu", "H100")
-    assert status != 0 and "which serves no latents by a profile yet" in error

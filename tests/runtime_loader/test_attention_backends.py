@@ -10,8 +10,9 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader import attention_backends
-from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, register_backend
+from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, latent_backend, register_backend
 from kvtuner.runtime_loader.cpu import library
+from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -119,3 +120,13 @@ def test_the_kernels_are_refused_on_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ServingError, match="never tried on a GPU of AMD"):
         backend_for(torch.device("cuda"))
+
+
+def test_latents_are_read_in_torch_on_a_processor_and_nowhere_else() -> None:
+    for name in (None, "torch"):
+        make = latent_backend(CPU, name).make_of_latents
+        assert make is not None and isinstance(make(CPU), LatentAttention)
+    with pytest.raises(ServingError, match=r"there are no kernels for latents \(MLA\) on cuda: torch reads them, on a"):
+        latent_backend(torch.device("cuda"))
+    with pytest.raises(ServingError, match=r"KVTUNER_ATTENTION=cpu does not read latents .*; unset KVTUNER_ATTENTION"):
+        latent_backend(CPU, "cpu")

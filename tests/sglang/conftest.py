@@ -199,6 +199,9 @@ def mixed_layers() -> MixedLayers:
             lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if kind.balanced else None
             v_transform = Transform(TransformKind.parse("none" if layer % 2 else "hadamard"))
             k_bits, v_bits = (4, 8, 3)[layer % 3], (4, 3, 8, 16)[layer % 4]
+            if geometry.is_latent:  # which has one width, and no values beside it
+                choices.append(LayerQuantization(k_bits, k_bits, Transform(kind, mu, lam)))
+                continue
             choices.append(LayerQuantization(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
         choices[-1] = LayerQuantization(16, 16)
         return choices

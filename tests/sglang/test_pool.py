@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from subprocess import CompletedProcess
 
-    from fixture_types import MixedLayers, ModelFolder, ProfileOf, RunProgram, SaveProfile
+    from fixture_types import MixedLayers, MixedProfile, ModelFolder, ProfileOf, RunProgram, SaveProfile
 
     from kvtuner.precision import WordBits
 
@@ -54,6 +54,17 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(page_size: int, ru
     words: tuple[WordBits, WordBits] = (32, 32) if page_size == 1 else (16, 16)
     given = {3: LayerQuantization(16, 2)}
     done = run_on_profile("pool_program.py", str(page_size), given=given, words=words, half_groups=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_pool_of_latents_keeps_and_moves_them_with_their_rotary_channels(
+    page_size: int, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile,
+    run_program: RunProgram,
+) -> None:  # fmt: skip
+    profile = mixed_profile(model_folder("deepseek-v2", num_hidden_layers=5), by_kinds=True)
+    program = Path(__file__).parent / "programs" / "latent_pool_program.py"
+    done = run_program(str(program), str(save_profile(profile)), str(page_size))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

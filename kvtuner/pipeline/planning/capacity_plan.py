@@ -138,7 +138,7 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     shape = read_shape(source)
     weights = served_weights(source, shape, options.weights)
     schemes = planned_sizes(options, shape, calibration_options(search.measurement, shape).quant, weights)
-    rows = schemes.rows(options.budgets)
+    rows = schemes.rows(options.budgets if options.budget else schemes.possible(options.budgets))
     advice = _advice(schemes, rows, options)
     cost = None
     if advice.budgets:

@@ -136,11 +136,17 @@ def assumptions(plan: CapacityPlan) -> list[str]:
     """The rules that the figures follow, and what they leave out."""
     options, rows = plan.options, [row for row in plan.schemes if row.copies_bytes_per_request]
     workspace = max(row.workspace_bytes for row in plan.schemes)
+    attention = (
+        f"attention over packed rows works in up to {size_text(workspace)} of each GPU, which is taken from its cache"
+        if workspace
+        else "packed latents (MLA) are served on a processor alone so far: there are no kernels for a GPU, and what"
+        " they will work in is not counted; every tensor-parallel rank holds whole latents"
+    )
     texts = [
         f"a server of SGLang 0.5.23 with {plan.server_flags}, pages of one token, and defaults otherwise",
         "a rank holds an equal share of the weights; the GPU is empty but for the server; what its driver and CUDA's"
         " context take is not counted",
-        f"attention over packed rows works in up to {size_text(workspace)} of each GPU, which is taken from its cache",
+        attention,
         "bits are stored bits of an element, with scales; they and bytes are of the fullest rank, and of a budget the"
         " most that it allows",
     ]

@@ -57,8 +57,8 @@ class SchemeSizes:
     """The bytes of every scheme on a server's ranks, and what fits by them."""
 
     def __init__(self, shape: ModelShape, quant: QuantizationOptions, server: ServerMemory) -> None:
-        if shape.geometry.is_latent:
-            raise ServingError("a plan is of SGLang, which serves no latents by a profile yet: leave the plan out")
+        if shape.geometry.is_latent and server.pp_size > 1:
+            raise ServingError("SGLang serves packed latents (MLA) in no pipeline stages yet: plan with --pp-size 1")
         if not all(layer.kind.owns_cache for layer in shape.cache.layers):
             raise ServingError(
                 "a plan does not count the states that SGLang keeps of layers without keys yet: leave the plan out"
@@ -69,13 +69,13 @@ class SchemeSizes:
         self._copies_of_layer = self._copies([SMALLEST_PAIR])
         self.channels = rows.num_kv_heads * rows.channels
         self.window_bytes = window_bytes_per_token(shape, server.tp_size)
-        self.workspace_bytes = attention_bytes(
-            AttentionShape.of(
-                shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
-                graph_requests=server.graph_requests, context_length=server.context_length,
-                has_window=quant.window.num_tokens > 0,
-            )
+        attention = AttentionShape.of(
+            shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
+            graph_requests=server.graph_requests, context_length=server.context_length,
+            has_window=quant.window.num_tokens > 0,
         )  # fmt: skip
+        # No kernel reads latents yet, so that nobody knows what one works in.
+        self.workspace_bytes = 0 if shape.geometry.is_latent else attention_bytes(attention)
 
     def serving(self, **changes: int) -> SchemeSizes:
         """The same by another server."""
@@ -86,6 +86,17 @@ class SchemeSizes:
         pairs = uniform_pairs(self.quant.widths, self.shape.geometry)
         uniforms = (self._row(str(pair), "uniform", self.ranks.shape.pair_bytes(pair)) for pair in pairs)
         return (*self.sglang_rows(), *uniforms, *(self.budget_row(Budget.parse(text)) for text in budgets))
+
+    def possible(self, budgets: Sequence[str]) -> list[str]:
+        """Those of some budgets that hold every layer at 2 bits; beside latents rotary channels keep 16."""
+        return [text for text in budgets if self._holds_all(Budget.parse(text))]
+
+    def _holds_all(self, budget: Budget) -> bool:
+        try:
+            self.constraint(budget)
+        except BudgetError:
+            return False
+        return True
 
     def sglang_rows(self) -> tuple[SchemeCapacity, SchemeCapacity]:
         """The capacity of bf16 and of fp8, which SGLang has by itself."""

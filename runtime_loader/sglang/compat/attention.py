@@ -10,8 +10,9 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
+from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, install
 from kvtuner.runtime_loader.sglang.option_rules import METADATA_BACKEND
+from kvtuner.runtime_loader.sglang.process_state import process_state, refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TritonAttnBackend", "check_attention_layers", "check_windows", "first_attention_layer", "on_triton_backend",
-    "refuse_unserved",
+    "read_absorbed", "refuse_unserved",
 ]  # fmt: skip
 
 logger: Final = logging.getLogger("kvtuner")
 
 _BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _KERNELS = "sglang.kernels.ops.attention"
+_DISPATCH: Final = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"
 
 # What the backend passes by position.
 _DECODE = (
@@ -100,6 +102,40 @@ def check_attention_layers(model: Module, context_length: int, windows: Mapping[
         scaled |= {module.k_scale_float, module.v_scale_float} - {None, 1.0}  # 1.0 where the checkpoint has none
     if scaled:
         logger.warning("kvtuner: the checkpoint's scales for an fp8 cache are not used: packed rows have their own")
+
+
+def read_absorbed(model: Module, channels: tuple[int, int]) -> None:
+    """Let a loaded model read latents as keys and values in every forward, by queries that absorb its projections.
+
+    SGLang expands the keys and values of prompts without a prefix otherwise. An attention layer that reads anything
+    else than a latent of `channels`, its own and rotary ones, is a `ServingError`, and so are scales of an fp8 cache.
+    """
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    def absorbed(original: Callable[..., Any], self: Any, forward_batch: Any) -> Any:
+        method = original(self, forward_batch)  # which notes the backend too
+        if method not in (AttnForwardMethod.MHA, AttnForwardMethod.MLA):
+            with refusing():
+                raise ServingError(f"SGLang reads latents by {method.name} here, which no packed pool has")
+        return AttnForwardMethod.MLA
+
+    expanded = {id(module.attn_mha) for module in model.modules() if isinstance(module, DeepseekV2AttentionMLA)}
+    for name, module in model.named_modules():
+        if not isinstance(module, RadixAttention) or id(module) in expanded:
+            continue
+        if (module.tp_k_head_num, module.qk_head_dim, module.v_head_dim) != (1, sum(channels), channels[0]):
+            raise ServingError(
+                f"{name} of this model does not read latents of {channels[0]} and {channels[1]} channels in SGLang;"
+                " serve it without a profile"
+            )
+        if {module.k_scale_float, module.v_scale_float} - {None, 1.0}:
+            raise ServingError(
+                f"{name} of this model has the checkpoint's scales for an fp8 cache, by which SGLang divides latents;"
+                " serve it without a profile"
+            )
+        module.k_scale = module.v_scale = None  # scales of 1, by which it would store a copy
+    process_state().hook_once("absorbed", lambda: install(_DISPATCH, absorbed, AROUND, "forward_batch"))
 
 
 def check_windows(runner: Any, windows: Mapping[int, int]) -> None:

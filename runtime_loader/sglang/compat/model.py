@@ -58,9 +58,14 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     Its geometry is read from its configuration.
     """
     name = model_config.hf_config.architectures[0]
-    attention = model_config.attention_arch
+    attention, has_latents = model_config.attention_arch, geometry.tuned().is_latent
     reasons = {
-        f"{name} has {attention.name} attention, which SGLang keeps in another pool": attention != AttentionArch.MHA,
+        f"{name} has {attention.name} attention, which SGLang keeps in another pool": not has_latents
+        and attention != AttentionArch.MHA,
+        f"{name} has latents (MLA), which SGLang keeps as keys and values": has_latents
+        and attention != AttentionArch.MLA,
+        f"{name} has latents (MLA) beside layers that keep a state, which was never tried": has_latents
+        and any(layer.kind.name != "latent" for layer in geometry.layers),
         f"{name} generates no text": not model_config.is_generation,
     }
     for reason, is_true in reasons.items():

@@ -1,4 +1,4 @@
-"""SGLang's KV pools: the dense pool's class, pools with a part of that class, and who builds them."""
+"""SGLang's KV pools: the classes of keys and of latents, pools with a part of these, and who builds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    KvBufferDesc,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    unwrap_write_loc,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvtuner.errors import ServingError
@@ -20,10 +26,10 @@ from kvtuner.runtime_loader.sglang.process_state import refusing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["KvBufferDesc", "MHATokenToKVPool"]  # handed on
+__all__ = ["KvBufferDesc", "MHATokenToKVPool", "MLATokenToKVPool"]  # handed on
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
 # The methods that `PackedKVPool` overrides or calls, with the parameters that SGLang gives by position.
 _OVERRIDDEN: Final = {
     "_create_buffers": (),
@@ -36,17 +42,31 @@ _OVERRIDDEN: Final = {
     "get_device_pool_infos": (),
     "set_kv_buffer_prefix_valid": (),
 }
+# And those of `PackedLatentPool`.
+_OVERRIDDEN_OF_LATENTS: Final = {
+    "_create_buffers": (),
+    "get_key_buffer": ("layer_id",),
+    "get_value_buffer": ("layer_id",),
+    "set_kv_buffer": ("layer", "loc_info", "cache_k", "cache_v", "layer_id_override"),
+    "set_mla_kv_buffer": ("layer", "loc_info", "cache_k_nope", "cache_k_rope", "layer_id_override"),
+    "get_mla_kv_buffer": ("layer", "loc", "dst_dtype"),
+    "get_contiguous_buf_infos": (),
+    "get_cpu_copy": (),
+    "get_device_pool_infos": (),
+}
 _FULL_PART: Final = "Full"
 """SGLang's label of the part of full layers in a pool that has another for windows."""
 
 
 def on_pool(
     pool_class: type,
+    latent_pool_class: type,
     announce_windows: Callable[[Sequence[int], int, int], None],
     announce_states: Callable[[int, int], None],
 ) -> None:
     """Build dense pools as `pool_class`, and so the part of full layers where SGLang keeps other layers in theirs.
 
+    Pools of latents are built as `latent_pool_class`.
     A part is told the global ids of its layers, as `layer_ids`. `announce_windows` is called with those of the layers
     with a window in the other part, the tokens that this holds, and its bytes; `announce_states` with the states that
     the pool of layers without keys holds of each of them, and its bytes.
@@ -57,6 +77,12 @@ def on_pool(
         if not self.is_draft_worker:
             kwargs["mha_pool_class"] = pool_class
         with refusing():  # of the pool's own constructor
+            return original(self, **kwargs)
+
+    def build_of_latents(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        if not self.is_draft_worker:
+            kwargs["mla_pool_class"] = latent_pool_class
+        with refusing():
             return original(self, **kwargs)
 
     def build_parts(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -85,10 +111,12 @@ def on_pool(
         return built
 
     absent = release_rules().absent
-    for name, parameters in _OVERRIDDEN.items():
-        if name not in absent:
-            check_leading(f"{_POOL}.{name}", "self", *parameters)
+    for base, overridden in (("MHATokenToKVPool", _OVERRIDDEN), ("MLATokenToKVPool", _OVERRIDDEN_OF_LATENTS)):
+        for name, parameters in overridden.items():
+            if name not in absent:
+                check_leading(f"{_POOLS}.{base}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
+    install(f"{_CONFIGURATOR}._build_mla_kv_pool", build_of_latents, AROUND, "max_total_num_tokens", "mla_pool_class")
     install(
         f"{_CONFIGURATOR}._build_hybrid_swa_kv_pool", build_parts, AROUND, "full_max_total_num_tokens", "mha_pool_class"
     )
@@ -120,10 +148,10 @@ def generations_of(request_pool: Any) -> torch.Tensor:
     return generations
 
 
-def on_built(pool_class: type, built: Callable[[Any, Any, Any], None]) -> None:
+def on_built(pool_classes: Sequence[type], built: Callable[[Any, Any, Any], None]) -> None:
     """Call `built` with what configured a KV pool, the pool of full layers, and that of requests.
 
-    A pool of another class than `pool_class` is refused.
+    A pool of another class than these is refused.
     """
     charged = 0
 
@@ -136,10 +164,11 @@ def on_built(pool_class: type, built: Callable[[Any, Any, Any], None]) -> None:
                 return
             charged = draft_bytes_per_token(self)
             full = full_part(pool)
-            if type(full) is not pool_class:
+            if type(full) not in pool_classes:
+                names = " or ".join(pool_class.__name__ for pool_class in pool_classes)
                 raise ServingError(
-                    f"SGLang built a {type(full).__name__} for this model, not a {pool_class.__name__}; only models"
-                    " with a dense KV pool of their full layers can be served: drop --kvtuner-profile"
+                    f"SGLang built a {type(full).__name__} for this model, not a {names}; only models with a dense KV"
+                    " pool of their full layers can be served: drop --kvtuner-profile"
                 )
             built(self, full, result.req_to_token_pool)
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen2Config
+from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen2Config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 LLAMA_BYTES = 16_060_522_496
 QWEN_BYTES = 15_231_233_024
 GPT_OSS_BYTES = 13_761_264_768
+DEEPSEEK_BYTES = 688_586_727_753
 
 
 @pytest.fixture(scope="session")
 def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`hub_model("llama" or "qwen", **changes)`: a folder like Llama-3.1-8B's or Qwen2.5-7B's, without weights.
 
-    "gpt-oss" and "gemma3" are like gpt-oss-20b's and Gemma 3's of 12B, whose layers have windows, of 8 bits a weight.
+    "deepseek-v3" has latents. "gpt-oss" and "gemma3" are like gpt-oss-20b's and Gemma 3's of 12B, whose layers have
+    windows, of 8 bits a weight.
     """
 
     def make(name: str, **changes: Any) -> Path:
@@ -40,6 +42,11 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             own = {"architectures": [f"{'GptOss' if name == 'gpt-oss' else 'Gemma3'}ForCausalLM"], "dtype": "bfloat16"}
             heads = {"num_hidden_layers": 24, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
             config, total = make_config(**own, **(heads if name == "gpt-oss" else {}), **changes), GPT_OSS_BYTES
+        elif name == "deepseek-v3":
+            config = DeepseekV3Config(
+                architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16", max_position_embeddings=163_840, **changes
+            )
+            total = DEEPSEEK_BYTES
         else:
             settings = {
                 "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,

@@ -152,6 +152,27 @@ def test_the_largest_budget_leaves_room_for_what_sglang_keeps_of_windows(hub_mod
     assert requests_of(found, Budget.parse(text).text) >= concurrency
 
 
+@pytest.mark.parametrize("tp_size", [8, 16])
+def test_every_rank_holds_whole_latents_and_the_rotary_channels_beside_them(hub_model: HubModel, tp_size: int) -> None:
+    """A token of DeepSeek V3 has 512 channels of a latent and 64 rotary ones in each of 61 layers."""
+    options: dict[str, Any] = {"gpu": "H200", "context_length": 32_768, "tp_size": tp_size, "concurrency": 600}
+    plan = plan_of(hub_model("deepseek-v3"), **options)
+    of_layer = {row.name: row.bytes_per_token / 61 for row in plan.schemes}
+    words = 16  # a group of 512 channels has 4 bytes, and rows are padded to 16
+    assert of_layer["bf16"] == 2 * (512 + 64)
+    assert of_layer["fp8"] == 512 + 64
+    for bits in (2, 3, 4, 8):
+        assert of_layer[f"K{bits}V{bits}"] == 512 * bits // 8 + words + 2 * 64
+    copies = 61 * 32 * (2 * (512 + 64) + 4)  # of a request's last 32 tokens, and where each is
+    for row in plan.schemes:
+        slots = 601 * copies if row.kind in ("uniform", "budget") else 0
+        assert row.tokens == (plan.server.pool_bytes - slots) // row.bytes_per_token, row
+    assert {row.name for row in plan.schemes if row.kind == "uniform"} == {f"K{bits}V{bits}" for bits in (2, 3, 4, 8)}
+    assert "there are no kernels for a GPU" in " ".join(assumptions(plan))
+    with pytest.raises(ServingError, match="plan with --pp-size 1"):
+        plan_of(hub_model("deepseek-v3"), **options, pp_size=2)
+
+
 def test_layers_without_keys_are_not_planned(model_folder: Callable[..., Path]) -> None:
     with pytest.raises(ServingError, match="does not count the states that SGLang keeps"):
         plan_of(model_folder("qwen3.5"), gpu="H100")

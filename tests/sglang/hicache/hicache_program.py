@@ -25,7 +25,6 @@ from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
-from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 from kvtuner.runtime_loader.sglang.hicache import checked_storage as storage
@@ -33,6 +32,8 @@ from kvtuner.runtime_loader.sglang.hicache import host_pool as host_pool_module
 from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_module
 from kvtuner.runtime_loader.sglang.hicache import tier as tier_module
 from kvtuner.runtime_loader.sglang.hicache.host_pool import check_host_pool
+from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
+from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
@@ -106,7 +107,7 @@ def refused(call, *messages: str) -> None:
         raise AssertionError(f"not refused: {messages}")
 
 
-packed_pool = pool_module.PackedKVPool(SIZE, **DENSE)
+packed_pool = PackedKVPool(SIZE, **DENSE)
 dense_pool = MHATokenToKVPool(SIZE, **DENSE)
 
 # Bytes: the formula's; tokens for the same gigabytes: more than SGLang's own host pool by the profile's ratio.

@@ -8,8 +8,9 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
+from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
@@ -19,7 +20,7 @@ profile = load_profile(sys.argv[1])
 process_state().rank = RankState(profile, "fresh", TorchAttention(), gqa=2, logit_cap=2.0)
 pool_module.ranks = lambda: ParallelRanks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=1)
 pool_module.announce = lambda *_: None
-pool = pool_module.PackedKVPool(
+pool = PackedKVPool(
     SIZE, page_size=PAGE, dtype=torch.bfloat16, head_num=1, head_dim=16, layer_num=STOP - START, device="cpu",
     enable_memory_saver=False, start_layer=START, end_layer=STOP,
 )  # fmt: skip
@@ -108,7 +109,7 @@ READERS = (Deaf, Blind, Boundless, Mistaken, Late)
 for wrong, what in ((Wrong, "keys of layer 1"), *((each, "attention of layer 1") for each in READERS)):
     process_state().rank = RankState(profile, "fresh", wrong(), gqa=2, logit_cap=2.0)
     try:
-        pool_module.PackedKVPool(
+        PackedKVPool(
             SIZE, page_size=PAGE, dtype=torch.bfloat16, head_num=1, head_dim=16, layer_num=2, device="cpu",
             enable_memory_saver=False, start_layer=START, end_layer=3,
         )  # fmt: skip

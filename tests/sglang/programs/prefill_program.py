@@ -21,9 +21,10 @@ from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang import packed_attention_backend as backend_module
-from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.flash import called_by_place
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
+from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
@@ -54,7 +55,7 @@ attention = TritonAttention(torch.device("cpu"))
 process_state().rank = RankState(profile, ATTEND, attention, gqa=GQA, logit_cap=0.0)
 pool_module.ranks = lambda: ParallelRanks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=1)
 pool_module.announce = pool_module.announce_window = lambda *_: None
-pool = pool_module.PackedKVPool(
+pool = PackedKVPool(
     SIZE, page_size=1, dtype=torch.float32, head_num=1, head_dim=16, layer_num=LAYERS, device="cpu",
     enable_memory_saver=False, start_layer=0, end_layer=LAYERS,
 )  # fmt: skip

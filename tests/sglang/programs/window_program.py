@@ -9,8 +9,9 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing, ExactRings, NewTokens
-from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
+from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
@@ -23,7 +24,7 @@ pool_module.announce = pool_module.announce_window = lambda *_: None
 
 def build(attention, attend="fresh"):
     process_state().rank = RankState(profile, attend, attention, gqa=2, logit_cap=2.0)
-    pool = pool_module.PackedKVPool(
+    pool = PackedKVPool(
         SIZE, page_size=1, dtype=DTYPE, head_num=1, head_dim=16, layer_num=2, device="cpu",
         enable_memory_saver=False, start_layer=1, end_layer=3,
     )  # fmt: skip

@@ -14,21 +14,20 @@ import torch
 
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing, ExactRings, NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
-from kvtuner.runtime_loader.sglang.self_test import TESTED_TOKENS, failed, tolerance
+from kvtuner.runtime_loader.sglang.pools.self_test import TESTED_TOKENS, failed, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-    from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-    from kvtuner.runtime_loader.sglang.process_state import RankState
+    from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 
 HIT_TOKENS: Final = 7
 """The tokens of the third request that another computed."""
 
 
-def window_self_test(pool: PackedKVPool, rings: ExactRings, generations: Tensor) -> None:
+def window_self_test(pool: PackedPool, rings: ExactRings, generations: Tensor) -> None:
     """Copy keys and values by the backend in use, attend to them, hand a slot on, and refuse what differs."""
     handed_on = generations.clone()
     handed_on[0] += 1
@@ -36,7 +35,7 @@ def window_self_test(pool: PackedKVPool, rings: ExactRings, generations: Tensor)
         ring = rings[index]
         if ring is None:
             continue
-        test = _LayerTest(pool.rank_state, keys, values, ring)
+        test = _LayerTest(pool, keys, values, ring)
         problem = test.problem_of_copies()
         rings.forget_former_requests(handed_on)
         problem = problem or test.problem_of_slots()
@@ -92,8 +91,9 @@ class _Step:
 class _LayerTest:
     """The test of one layer."""
 
-    def __init__(self, rank: RankState, keys: PackedRows, values: PackedRows, ring: ExactRing) -> None:
-        self._rank, self._keys, self._values, self._ring = rank, keys, values, ring
+    def __init__(self, pool: PackedPool, keys: PackedRows, values: PackedRows, ring: ExactRing) -> None:
+        self._rank, self._read_states = pool.rank_state, pool.read_states
+        self._keys, self._values, self._ring = keys, values, ring
         self._generator = torch.Generator().manual_seed(0)
         self._tokens = torch.arange(min(TESTED_TOKENS, len(keys.rows)), device=ring.keys.device)
         for stored in (keys, values):
@@ -156,7 +156,8 @@ class _LayerTest:
     def _reads_right(self, step: _Step, cap: float) -> bool:
         """Whether the step's queries read copies and rows as the window says."""
         attention, keys, values = self._rank.attention, self._keys, self._values
-        q = self._states(len(step.k), self._rank.gqa * keys.shape[1], keys.shape[2]) / 4
+        channels = self._read_states(step.k, step.v)[0].shape[-1]
+        q = self._states(len(step.k), self._rank.gqa * keys.shape[1], channels) / 4
         scores, reads = ScoreScaling(keys.shape[-1] ** -0.5, cap), WindowReads(self._ring, step.slots)
         prefixes = step.ends if step.is_decode else step.before
         slots = torch.cat([self._token_slots(prefix) for prefix in prefixes])
@@ -184,9 +185,9 @@ class _LayerTest:
                 rows[before:] = side.as_stored(states[before:])
         elif not step.is_decode:
             exact |= positions >= before
-        k1, k2, v1, v2 = (
-            states.float().repeat_interleave(self._rank.gqa, dim=1)
-            for states in (request.k, stored[0], request.v, stored[1])
+        (k1, v1), (k2, v2) = (
+            [side.float().repeat_interleave(self._rank.gqa, dim=1) for side in self._read_states(*states)]
+            for states in ((request.k, request.v), stored)
         )
         exactly, from_rows = (torch.einsum("qhd,khd->hqk", q.float(), k) for k in (k1, k2))
         weights = torch.softmax(

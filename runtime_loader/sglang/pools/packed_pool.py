@@ -1,7 +1,4 @@
-"""The KV pool of one rank: every layer's keys and values as packed rows of their own width.
-
-Layers with a window, where they share the pool, have rows in the served dtype, which SGLang's own kernels read.
-"""
+"""The pool of one rank: every layer as packed rows of its own width. Knows nothing of what SGLang's classes store."""
 
 from __future__ import annotations
 
@@ -16,16 +13,10 @@ from kvtuner.runtime_loader.exact_ring import ExactRing, ExactRings
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import LayerFormat, pool_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks
-from kvtuner.runtime_loader.sglang.compat.pool import (
-    KvBufferDesc,
-    MHATokenToKVPool,
-    allocation,
-    generations_of,
-    write_slots,
-)
+from kvtuner.runtime_loader.sglang.compat.pool import allocation, generations_of
+from kvtuner.runtime_loader.sglang.pools.self_test import announce, announce_window, self_test
+from kvtuner.runtime_loader.sglang.pools.window_self_test import window_self_test
 from kvtuner.runtime_loader.sglang.process_state import process_state
-from kvtuner.runtime_loader.sglang.self_test import announce, announce_window, self_test
-from kvtuner.runtime_loader.sglang.window_self_test import window_self_test
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,57 +26,68 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
 
 
-class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typed
-    """SGLang's dense pool with packed rows: `keys` and `values` by layer of this rank.
+class PackedPool:
+    """The rows of SGLang's pool of the class that a child names after this one: `keys` and `values` by layer.
 
-    `k_buffer` and `v_buffer` are their tensors, [slots, row_bytes] uint8 or, at 16 bits, [slots, heads, channels] in
-    `model_dtype`; scales lie in the rows, so that whoever moves a row moves its scales.
+    Rows are [slots, row_bytes] uint8 or, at 16 bits, [slots, heads, channels] in `model_dtype`; scales lie in the
+    rows, so that whoever moves a row moves its scales. A latent has its row as keys, and rotary channels as values.
 
     Attributes:
         layer_ids: The global ids of the layers of this rank.
     """
 
+    keys: list[PackedRows]
+    values: list[PackedRows]
+    # SGLang's class has these.
+    size: int
+    page_size: int
+    start_layer: int
+    layer_num: int
+    device: str
+    layer_transfer_counter: Any
+
     def __init__(self, *args: Any, dtype: torch.dtype, layer_ids: Sequence[int] | None = None, **kwargs: Any) -> None:
-        if kwargs.get("post_capture_active"):
-            raise ServingError("a packed KV pool cannot be resized after capture")
-        kwargs["enable_kv_cache_copy"] = False  # SGLang's kernel moves rows of one width; `move_kv_cache` is ours
         self.model_dtype = dtype
         self.layer_ids = tuple(layer_ids or ())  # of a part of a pool, whose own layers SGLang counts from 0
         self.copies: ExactRings | None = None
         self._generations = torch.zeros(0, dtype=torch.int64)  # SGLang's own, of its request slots, beside copies
         self.rank_state = process_state().active_rank()
         # On CUDA, models whose kernels write straight into a bf16 pool go through `set_kv_buffer` at any other dtype.
-        super().__init__(*args, dtype=torch.uint8, **kwargs)
+        super().__init__(*args, dtype=torch.uint8, **kwargs)  # type: ignore[call-arg]  # of SGLang's class
         self_test(self)
         announce(self, ranks())
 
-    def _create_buffers(self) -> None:
+    def shape_of_layer(self) -> tuple[int, int, int]:
+        """The heads of a layer as SGLang gives them, and the channels of a key and a value, or of both parts."""
+        raise NotImplementedError
+
+    def new_states(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [tokens, heads, channels] that are stored of what SGLang gives for new tokens."""
+        raise NotImplementedError
+
+    def read_states(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries are multiplied by and what is summed, of stored keys and values in model space."""
+        raise NotImplementedError
+
+    def allocate_rows(self) -> None:
+        """Allocate the rows of all layers; a `ServingError` where SGLang's heads are not the profile's."""
         here = ranks()
         self.layer_ids = self.layer_ids or tuple(range(self.start_layer, self.start_layer + self.layer_num))
         profile = self.rank_state.profile
         formats = pool_formats(profile, self.layer_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
+        given = self.shape_of_layer()
         for layer_id, entry in zip(self.layer_ids, formats, strict=True):
             wanted = (entry.k.num_heads, entry.k.head_dim, entry.v.head_dim)
-            if wanted != (self.head_num, self.head_dim, self.v_head_dim):
+            if wanted != given:
                 raise ServingError(
-                    f"SGLang gives layer {layer_id} of this rank {self.head_num} KV heads of {self.head_dim} and"
-                    f" {self.v_head_dim} channels, the profile {wanted[0]} of {wanted[1]} and {wanted[2]}; serve it"
-                    " without a profile"
+                    f"SGLang gives layer {layer_id} of this rank {given[0]} KV heads of {given[1]} and {given[2]}"
+                    f" channels, the profile {wanted[0]} of {wanted[1]} and {wanted[2]}; serve it without a profile"
                 )
         tuned = set(profile.tuned_geometry().ids)
         self._is_packed = [layer_id in tuned for layer_id in self.layer_ids]
         with allocation(self):
             self.keys = [self._rows(entry.k) for entry in formats]
             self.values = [self._rows(entry.v) for entry in formats]
-        # Under the names of SGLang's dense pool, so that what it inherits finds rows to copy and move.
-        self.k_buffer = [stored.rows for stored in self.keys]
-        self.v_buffer = [stored.rows for stored in self.values]
-        self.k_scale_buffer = self.v_scale_buffer = None
-        self.native_k_scale_buffer = self.native_v_scale_buffer = None
-        self.dq_k_buffer = self.dq_v_buffer = None
-        self.store_dtype = torch.uint8
-        self._kv_buffer_descs = self._build_kv_buffer_descs()
-        self._init_data_ptrs_and_strides()
 
     def add_copies(self, request_pool: Any) -> None:
         """Allocate and test the copies of the profile's exact window, for as many requests as SGLang lets run; once."""
@@ -121,15 +123,12 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             return None
         return self.copies[self.layer_ids.index(layer_id)]
 
+    def store(self, local_layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [tokens, heads, channels] at token slots of a layer by its place on this rank."""
+        self.rank_state.attention.store(self.keys[local_layer], self.values[local_layer], slots, k, v)
+
     def _rows(self, row_format: RowFormat) -> PackedRows:
         return PackedRows.zeros(row_format, self.size + self.page_size, self.model_dtype, self.device)
-
-    def _build_kv_buffer_descs(self) -> list[Any]:
-        return [
-            KvBufferDesc(f"{side}{layer}", tuple(rows.shape), row_bytes=rows[0].nbytes, tokens_per_row=1)
-            for side, buffers in (("k", self.k_buffer), ("v", self.v_buffer))
-            for layer, rows in enumerate(buffers)
-        ]
 
     def get_key_buffer(self, layer_id: int) -> PackedRows | Tensor:
         """Return the keys of a layer by its global id, once a pending transfer has brought them.
@@ -148,29 +147,6 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(local)
         return stored[local] if self._is_packed[local] else stored[local].rows
-
-    def set_kv_buffer(
-        self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, k_scale: float | None = None,
-        v_scale: float | None = None, layer_id_override: int | None = None, dcp_kv_mask: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Store keys and values [tokens, heads, channels] at token slots."""
-        # The checkpoint's scales for an fp8 cache are not used: rows have their own.
-        if dcp_kv_mask is not None:
-            raise ServingError("a packed KV pool does not share tokens among ranks")
-        local = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
-        keys, values = self.keys[local], self.values[local]
-        self.rank_state.attention.store(
-            keys, values, write_slots(loc_info), cache_k.view(-1, *keys.shape[1:]), cache_v.view(-1, *values.shape[1:])
-        )
-
-    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Copy rows, scales included, from slots to slots in every layer."""
-        for rows in (*self.k_buffer, *self.v_buffer):
-            rows[tgt_loc] = rows[src_loc]
-
-    def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse what drafts of blocks alone call."""
-        raise ServingError("drafts of blocks do not work with a packed KV pool; drop --speculative-algorithm")
 
     def get_device_pool_infos(self) -> NoReturn:
         """Refuse a host pool of rows of one width, which would be made from this."""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
-    from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-    from kvtuner.runtime_loader.sglang.process_state import RankState
+    from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 
 TESTED_TOKENS: Final = 16
 """The tokens of the test, more than one whatever the page size: attention over one token is that token's value."""
@@ -33,7 +32,7 @@ MANY_TOKENS: Final = 1 << 14
 logger: Final = logging.getLogger("kvtuner")
 
 
-def self_test(pool: PackedKVPool) -> None:
+def self_test(pool: PackedPool) -> None:
     """Store keys and values by the backend in use, attend to them, and refuse what differs from `quant.py`."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.arange(min(TESTED_TOKENS, pool.size), device=pool.device)
@@ -43,27 +42,28 @@ def self_test(pool: PackedKVPool) -> None:
         def states(shape: tuple[int, ...]) -> Tensor:
             return torch.randn((len(slots), *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
 
-        heads, k_dim = pool.rank_state.gqa * keys.format.num_heads, keys.format.head_dim
-        q, k, v = states((0, heads, k_dim)), 4 * states(keys.shape), 4 * states(values.shape)
+        k, v = 4 * states(keys.shape), 4 * states(values.shape)
+        heads, channels = pool.rank_state.gqa * keys.format.num_heads, pool.read_states(k, v)[0].shape[-1]
+        q = states((0, heads, channels))
         pool.rank_state.attention.store(keys, values, slots, k, v)
         for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
             if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
                 raise failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
-        if layer_id in read and not _reads_right(pool.rank_state, q, keys, values, slots):
+        if layer_id in read and not _reads_right(pool, q, keys, values, slots):
             raise failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
         # As SGLang allocates a pool.
         for stored in (keys, values):
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
 
 
-def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:
+def _reads_right(pool: PackedPool, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:
     """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows.
 
     And the tokens alone, and the prefix alone where the implementation reads it back.
     """
     # Heads and dtypes are those of serving, so that a kernel is compiled here and not for the first request.
-    attention, one = rank.attention, q[:1]
-    k, v = (stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values))
+    rank, attention, one = pool.rank_state, pool.rank_state.attention, q[:1]
+    k, v = pool.read_states(*(stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values)))
     gqa = rank.gqa
     products = torch.einsum("qhd,khd->hqk", one.float(), k.repeat_interleave(gqa, dim=1))
     ends = torch.tensor([0, len(slots)], dtype=torch.int32, device=slots.device)
@@ -107,7 +107,7 @@ def tolerance(attention: PackedAttention, dtype: torch.dtype) -> float:
     return max({torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 4e-2), 16 * attention.rounding)
 
 
-def failed(pool: PackedKVPool, what: str) -> ServingError:
+def failed(pool: PackedPool, what: str) -> ServingError:
     """The refusal of a pool whose self-test failed."""
     return ServingError(
         f"the self-test of {pool.rank_state.attention.name} failed: {what}; report this, and serve without a profile"
@@ -142,7 +142,7 @@ def announce_states(num_states: int, num_bytes: int) -> None:
     logger.info("layers without keys have %s states each, %s bytes in all", f"{num_states:,}", f"{num_bytes:,}")
 
 
-def announce_window(pool: PackedKVPool, ranks: ParallelRanks) -> None:
+def announce_window(pool: PackedPool, ranks: ParallelRanks) -> None:
     """Say in the log what the copies of an exact window take, and set their metrics, 0 without one."""
     copies, profile = pool.copies, pool.rank_state.profile
     rank = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}
@@ -160,12 +160,13 @@ def announce_window(pool: PackedKVPool, ranks: ParallelRanks) -> None:
         )  # fmt: skip
 
 
-def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
+def announce(pool: PackedPool, ranks: ParallelRanks) -> None:
     """Say in the log what this rank stores, and set its metrics."""
     state, profile = pool.rank_state, pool.rank_state.profile
     # Of the tensors themselves, not of the profile: what is logged is what is stored.
+    sides = profile.tuned_geometry().sides
     pairs = {
-        layer_id: PrecisionPair(keys.format.bits, values.format.bits)
+        layer_id: PrecisionPair(keys.format.bits, (values if "v" in sides else keys).format.bits)
         for layer_id, keys, values in zip(pool.layer_ids, pool.keys, pool.values, strict=True)
     }
     bytes_per_token, bf16_bytes = pool.bytes_per_token
@@ -191,6 +192,6 @@ def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
     how = {"model": profile.model.id, "attention": state.attention.name, "attend": state.attend}
     set_gauge("kvtuner_info", "How this rank serves the profile.", {**rank, **how}, 1)
     for layer_id, pair in pairs.items():
-        for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):
+        for side, bits in zip(sides, (pair.k_bits, pair.v_bits), strict=False):  # a latent has the first alone
             labels = {**rank, "layer": str(layer_id), "side": side}
             set_gauge("kvtuner_kv_bits", "Bits of a layer's keys or values.", labels, bits)
