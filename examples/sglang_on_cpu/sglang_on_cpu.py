@@ -7,6 +7,7 @@ an entry point in SGLang's group of platforms. For trying things out and for tes
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -155,6 +156,21 @@ def run_adapters() -> None:
     torch.Tensor.pin_memory = lambda self, device=None: self
 
 
+def run_state_spaces() -> None:
+    """Let SGLang's layers of state spaces run by its own Triton kernels: by their first settings, on no GPU by name."""
+    import torch
+    from triton.runtime.autotuner import Autotuner
+
+    torch.cpu.device = lambda index: nullcontext()  # type: ignore[attr-defined]
+    Autotuner._bench = lambda *_, **__: [0.0]  # an interpreter has no time to choose by
+    convolutions: Any = importlib.import_module("sglang.kernels.ops.mamba.causal_conv1d_triton")
+    mixer: Any = importlib.import_module("sglang.srt.layers.attention.mamba.mamba")
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        convolution = getattr(convolutions, name)
+        setattr(mixer, name, convolution)
+        setattr(mixer, f"{name}_triton", convolution)
+
+
 class PastEvent:
     """An event of CUDA on a device whose work is done when it is asked for."""
 
@@ -197,6 +213,7 @@ def __getattr__(name: str) -> Any:
             list_slots_in_torch()
             delta_rule_in_torch.install()
             rotate_in_torch()
+            run_state_spaces()
             send_without_streams()
             keep_pools_where_lmcache_reads_them()
             if importlib.util.find_spec("mooncake") is None:

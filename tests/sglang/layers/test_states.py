@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-next": _DELTA,
     "qwen3.5": _DELTA,
     "qwen3.5-images": _DELTA,
+    "granite4": {"layer_types": [L, F, L, F, L, F], "num_hidden_layers": 6},
+    "nemotron-h": {  # SGLang's mixer takes 8 groups, whatever n_groups is
+        "layers_block_type": ["mamba", "attention", "mamba", "attention", "mlp", "mamba", "attention"],
+        "n_groups": 8,
+    },
+    "falcon-h1": {"num_hidden_layers": 3},
     "lfm2": {"layer_types": ["conv", F, "conv", F, "conv", F], "num_hidden_layers": 6},
 }
 STATES = 48
@@ -45,8 +52,19 @@ EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 """SGLang keeps the inputs of convolutions in bfloat16 by default, whatever the model's dtype."""
 LENGTHS = (5, 70, 1, 33)
 """The lengths of prompts, of which one is longer than a chunk of the linear layers."""
-STATE_BYTES = dict.fromkeys(FAMILIES, 3 * 4 * (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16))) | {"lfm2": 3 * 4 * 2 * 64}
-"""The bytes of a state in all three layers without keys: what the delta rule keeps, and inputs of convolutions."""
+STATE_BYTES = {
+    **dict.fromkeys(FAMILIES, 3 * 4 * (4 * 16 * 16 + 3 * (2 * 2 * 16 + 4 * 16))),
+    **dict.fromkeys(("granite4", "falcon-h1"), 3 * 4 * (8 * 16 * 16 + 3 * (8 * 16 + 2 * 16))),
+    "nemotron-h": 3 * 4 * (8 * 16 * 16 + 3 * (8 * 16 + 2 * 8 * 16)),
+    "lfm2": 3 * 4 * 2 * 64,
+}
+"""The bytes of a state in all three layers that have one: of the delta rule or a state space, and of convolutions."""
+LAYERS = {
+    **dict.fromkeys(FAMILIES, "1:K4V4,3:K8V3,5:K16V16"),
+    "nemotron-h": "1:K4V4,3:K8V3,6:K16V16",
+    "falcon-h1": "0:K4V4,1:K8V3,2:K16V16",  # a state and keys in each
+}
+"""The pairs of the layers with keys."""
 WINDOWS = {"qwen3-next": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
 
@@ -56,16 +74,28 @@ def flags_of(name: str) -> tuple[str, ...]:
     return (*FLAGS, *(BY_NAME if name != "lfm2" else ()), *(TEXT_ALONE if "images" in name else ()))
 
 
+def checkpoint(name: str, model_folder: ModelFolder, tmp_path: Path) -> Path:
+    """The folder of a family's model; that of Nemotron-H calls kinds of layers as the hub's do, which SGLang reads."""
+    folder = model_folder(name, **FAMILIES[name])
+    if name != "nemotron-h":
+        return folder
+    copy = Path(shutil.copytree(folder, tmp_path / name))
+    written = (copy / "config.json").read_text(encoding="utf-8")
+    named = written.replace('"linear_attention"', '"mamba"').replace('"full_attention"', '"attention"')
+    (copy / "config.json").write_text(named, encoding="utf-8")
+    return copy
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_with_keys_are_packed_beside_those_that_keep_states(
-    name: str, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+    name: str, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile, tmp_path: Path
 ) -> None:
-    folder = model_folder(name, **FAMILIES[name])
+    folder = checkpoint(name, model_folder, tmp_path)
     profile = mixed_profile(folder, by_kinds=True, window=WINDOWS.get(name))
     served = compare_served(folder, profile, *flags_of(name), lengths=LENGTHS, num_tokens=24, **EXACT)
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
-    assert "\n  1:K4V4,3:K8V3,5:K16V16\n" in served.log
+    assert f"\n  {LAYERS[name]}\n" in served.log
     in_bf16 = 3 * 2 * 2 * 2 * profile.tuned_geometry().head_dim
     assert f"\n  {packed_bytes(profile):,} bytes per token, {in_bf16:,} in bf16" in served.log
     taken = (STATES + 1) * STATE_BYTES[name]  # one pads batches
@@ -123,15 +153,17 @@ def test_both_pools_take_the_available_bytes(
     assert of_states == pytest.approx(whole / 3, abs=2 * STATE_BYTES["qwen3-next"] + 16 * packed_bytes(profile))
 
 
+@pytest.mark.parametrize("name", ["qwen3-next", pytest.param("granite4", marks=pytest.mark.full)])
 def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
-    serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile, prompts: Prompts
-) -> None:
+    name: str, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile,
+    prompts: Prompts,
+) -> None:  # fmt: skip
     """A hit takes the state that was kept at its end up again, beside the rows of its tokens."""
-    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    folder = model_folder(name, **FAMILIES[name])
     profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
     long, short, tail = prompts(150, 40, 20)
     longer = [*long, *tail]
-    flags = (*profile, *flags_of("qwen3-next"), "--kvtuner-attend", "cache", "--chunked-prefill-size", "64")
+    flags = (*profile, *flags_of(name), "--kvtuner-attend", "cache", "--chunked-prefill-size", "64")
     with serve(folder, *flags, **EXACT) as server:
         server.flush()
         first = server.generate([long], 24)[0]
@@ -148,9 +180,10 @@ def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_profile_is_of_the_model_that_sglang_reads_by_a_class_of_its_own(
-    name: str, model_folder: ModelFolder, run_program: RunProgram
+    name: str, model_folder: ModelFolder, run_program: RunProgram, tmp_path: Path
 ) -> None:
-    folder, program = model_folder(name, **FAMILIES[name]), Path(__file__).parents[1] / "programs/identity_program.py"
+    folder = checkpoint(name, model_folder, tmp_path)
+    program = Path(__file__).parents[1] / "programs/identity_program.py"
     done = run_program(str(program), str(folder), *TEXT_ALONE)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"differs": [], "changed": ["configuration"]}
