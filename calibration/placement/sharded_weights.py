@@ -62,7 +62,7 @@ def logits_of_tokens(head: nn.Linear, final: Tensor, tokens: Tensor) -> Tensor:
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         chosen = None if bias is None else bias[tokens]
-        return nn.functional.linear(final, weight[tokens], chosen).to(torch.float32)
+        return nn.functional.linear(final, weight.index_select(0, tokens), chosen).to(torch.float32)
     rows = weight.to_local()
     own = tokens - weight.device_mesh.get_local_rank() * len(rows)
     is_here = (own >= 0) & (own < len(rows))
