@@ -42,6 +42,7 @@ class AttentionBackend:
         make: The factory, which imports the implementation and raises ServingError where it cannot run.
         require: A check that raises ServingError on a machine that lacks what the backend needs. Where nobody named
             the backend, the next one that is a default there takes its place.
+        reads_per_channel: Whether it reads keys per channel, whose scales are shared by tokens.
         make_mover: The factory of what moves pages to the host tier, for layers that this backend serves.
         make_of_latents: The factory of its attention over latents (MLA); None where it has none.
     """
@@ -51,6 +52,7 @@ class AttentionBackend:
     make: Callable[[torch.device], PackedAttention]
     default_on: tuple[str, ...] = ()
     require: Callable[[], None] = lambda: None
+    reads_per_channel: bool = False
     make_mover: MakeMover = TorchMover
     make_of_latents: Callable[[torch.device], PackedAttention] | None = None
 
@@ -65,8 +67,13 @@ def register_backend(backend: AttentionBackend) -> None:
     _BACKENDS[backend.name] = backend
 
 
-def backend_for(device: torch.device, name: str | None = None) -> AttentionBackend:
-    """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there."""
+def backend_for(device: torch.device, name: str | None = None, *, per_channel: bool = False) -> AttentionBackend:
+    """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there.
+
+    For keys `per_channel` it is one that reads them, which a log line says where it is not the device's usual one.
+    """
+    if per_channel:
+        return _backend_per_channel(device, name)
     if name is None:
         return _default_backend(device)
     backend = _BACKENDS.get(name)
@@ -87,6 +94,19 @@ def latent_backend(device: torch.device, name: str | None = None) -> AttentionBa
             f" (examples/sglang_on_cpu); {f'unset {BACKEND_VARIABLE}' if name else 'serve without a profile'}"
         )
     return chosen[0]
+
+
+def _backend_per_channel(device: torch.device, name: str | None) -> AttentionBackend:
+    rows = [row for row in _BACKENDS.values() if device.type in row.devices and row.reads_per_channel]
+    chosen = next((row for row in rows if name in (None, row.name)), None)
+    if chosen is None:
+        raise ServingError(
+            f"keys per channel are not read on {device} by {name or 'any attention'}: torch reads them on a processor;"
+            f" set {BACKEND_VARIABLE}=torch there, or serve per_token keys"
+        )
+    if name is None:
+        _say_once(f"kvtuner: attention is {chosen.name}, which reads keys per channel")
+    return chosen
 
 
 def _default_backend(device: torch.device) -> AttentionBackend:
@@ -147,6 +167,7 @@ register_backend(
         ("cpu",),
         lambda _: TorchAttention(),
         default_on=("cpu",),
+        reads_per_channel=True,
         make_of_latents=lambda _: LatentAttention(),
     )
 )

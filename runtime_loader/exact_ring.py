@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kvtuner.errors import CacheError
 from kvtuner.precision import PrecisionPair, copy_bytes
 
 if TYPE_CHECKING:
@@ -72,6 +73,17 @@ class ExactRing:
         """The copies at hand of the first `num_tokens` tokens of the request in a slot: positions, keys, values."""
         places = ((self.positions[request] >= 0) & (self.positions[request] < num_tokens)).nonzero().flatten()
         return self.positions[request, places].long(), self.keys[request, places], self.values[request, places]
+
+    def keys_of(self, request: int, start: int, stop: int) -> Tensor:
+        """The exact keys [tokens, num_kv_heads, head_dim] of tokens in a row; `CacheError` where one has no copy."""
+        positions = torch.arange(start, stop, device=self.positions.device)
+        places = self.places(positions)
+        if bool((self.positions[request, places] != positions).any()):
+            raise CacheError(
+                f"tokens {start} to {stop} of a request have no exact copies, though their group of keys per channel is"
+                " not full; report this, with the server's flags"
+            )
+        return self.keys[request, places]
 
     def reads(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Whether queries at some positions read tokens at others exactly, [queries, tokens]."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
-from kvtuner.exported_configs.profile.profile import NOT_SERVED
 from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
@@ -35,8 +34,17 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
         profile.check_geometry(profile.tuned_geometry(), geometry)
         if profile.geometry.is_by_layer:
             _check_kinds(profile, cache)
+    check_token_groups(profile)
+
+
+def check_token_groups(profile: Profile) -> None:
+    """Refuse keys per channel that no cache can hold by a `ProfileError`: of latents, and beside a shorter window."""
+    if not profile.has_per_channel_keys:
+        return
+    if profile.tuned_geometry().is_latent:
+        raise ProfileError("latents are stored per token, not per channel; use a profile of per_token keys")
     group, exact = profile.defaults.k.group_size, profile.window.residual_length
-    if profile.has_per_channel_keys and exact < group:
+    if exact < group:
         raise ProfileError(
             f"per-channel keys of {group} tokens per scale need residual_length {group} or more, not {exact}: tokens"
             " are kept exactly until their group is full; import or build the profile again with it"
@@ -44,9 +52,12 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
 
 
 def refuse_per_channel(profile: Profile) -> None:
-    """Refuse keys per channel, which a host of packed pools does not read yet, by a `ProfileError`."""
+    """Refuse keys per channel, which the engine does not read, by a `ProfileError`."""
     if profile.has_per_channel_keys:
-        raise ProfileError(NOT_SERVED)
+        raise ProfileError(
+            "the engine does not read keys per channel: SGLang on a processor, KVTunerCache and kvtuner eval do; use"
+            " one of them, or a profile of per_token keys"
+        )
 
 
 def _check_kinds(profile: Profile, cache: CacheGeometry) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
-from kvtuner.quant import IDENTITY
+from kvtuner.quant import IDENTITY, saturated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,15 +53,32 @@ class PackedRows:
         return (self.rows.shape[0], self.format.num_heads, self.format.head_dim)
 
     def write(self, slots: Tensor, states: Tensor) -> None:
-        """Store keys or values [tokens, num_heads, head_dim] at token slots [tokens]."""
+        """Store keys or values [tokens, num_heads, head_dim] at token slots [tokens]; whole groups per channel."""
         self.rows[slots] = self.format.pack(states).to(self.rows.dtype)
 
     def read(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values [tokens, num_heads, head_dim] of token slots [tokens], in model space."""
+        if self.format.token_group > 1:
+            return saturated(self.read_stored(slots), dtype)
         return self.format.unpack(self.rows[slots], dtype)
+
+    def read_stored(self, slots: Tensor) -> Tensor:
+        """Keys or values [tokens, num_heads, head_dim] of token slots, float32, in the space that they are stored in.
+
+        Per channel each group of slots is read whole, whichever of its tokens are asked for; one that was never full
+        gives any numbers.
+        """
+        group = self.format.token_group
+        if group == 1:
+            return self.format.unpack_stored(self.rows.index_select(0, slots))
+        groups, places = (slots // group).unique(return_inverse=True)
+        tokens = self.format.unpack_stored(self.rows.unflatten(0, (-1, group))[groups])
+        return tokens[places, slots % group]
 
     def as_stored(self, states: Tensor) -> Tensor:
         """Keys or values [tokens, num_heads, head_dim] as a reader of their rows would see them, float32."""
+        if self.format.spec is not None and self.format.token_group > 1:
+            return self.format.spec.simulate(states)
         return self.format.unpack(self.format.pack(states), torch.float32)
 
     @property

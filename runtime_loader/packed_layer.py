@@ -270,8 +270,8 @@ class PerChannelSide(PackedSide):
 
     def __init__(self, row_format: RowFormat, window: ExactWindow) -> None:
         super().__init__(row_format, window)
-        assert row_format.spec is not None and window.residual_length >= row_format.spec.token_group
-        self._group = row_format.spec.token_group
+        self._group = row_format.token_group
+        assert window.residual_length >= self._group
 
     def _store(self, states: Tensor, newest: Tensor | None) -> None:
         past = len(self.buffer)
@@ -312,5 +312,4 @@ def _between(newest: Tensor | None, start: int, stop: int, length: int) -> Tenso
 
 def packed_side(row_format: RowFormat, window: ExactWindow) -> PackedSide:
     """The side that stores rows of a format."""
-    is_per_channel = row_format.spec is not None and row_format.spec.token_group > 1
-    return (PerChannelSide if is_per_channel else PackedSide)(row_format, window)
+    return (PerChannelSide if row_format.token_group > 1 else PackedSide)(row_format, window)

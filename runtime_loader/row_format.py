@@ -45,6 +45,11 @@ class RowFormat:
         """The bits of a code; 16 for native rows, whatever their dtype."""
         return NATIVE_BITS if self.spec is None else self.spec.bits
 
+    @property
+    def token_group(self) -> int:
+        """The tokens that are packed and read together: those that share a scale of a channel, or one."""
+        return 1 if self.spec is None else self.spec.token_group
+
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token's row; `dtype` is that of native rows."""
         if self.spec is None:

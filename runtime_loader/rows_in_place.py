@@ -60,7 +60,7 @@ def attention_in_place(
         reason = f"there is none for {model.dtype}"
     elif any(each.spec is not None and each.spec.fp8 for each in formats):
         reason = "there is none for fp8"
-    elif any(each.spec is not None and each.spec.token_group > 1 for each in formats):
+    elif any(each.token_group > 1 for each in formats):
         reason = "there is none for keys per channel"
     if reason is not None:
         if wanted:

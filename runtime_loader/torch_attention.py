@@ -140,9 +140,10 @@ class TorchNumbers(NamedTuple):
     @classmethod
     def of_rows(cls, stored: PackedRows, slots: Tensor) -> TorchNumbers:
         """The numbers of token slots, in stored space."""
-        rows, spec = stored.rows.index_select(0, slots), stored.format.spec
-        if spec is None or spec.fp8:
-            return cls(stored.format.unpack_stored(rows))
+        spec = stored.format.spec
+        if spec is None or spec.fp8 or spec.token_group > 1:
+            return cls(stored.read_stored(slots))
+        rows = stored.rows.index_select(0, slots)
         num_heads, head_dim, group_size = stored.format.num_heads, stored.format.head_dim, spec.group_size
         words = words_of_rows(rows, spec.bits, num_heads, head_dim, group_size or head_dim, word_bits=spec.word_bits)
         scale, minimum = (word.float().permute(1, 2, 0).unsqueeze(2) for word in words)

@@ -17,8 +17,8 @@ _KIVI_KEYS: Final = ScaleLayout(KIVI_TOKENS, granularity="per_channel")
 _KIVI_WINDOW: Final = ExactWindow(KIVI_TOKENS)
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
-    "keys are per channel in groups of 32 tokens, and the newest 32 tokens are also kept exactly: KVTunerCache and"
-    " kvtuner eval read such a profile, but no server does yet"
+    "keys are per channel in groups of 32 tokens, and the newest 32 tokens are also kept exactly: a server needs"
+    " --page-size 32 or a multiple, and no GPU reads such keys yet"
 )
 _FILE_NAME: Final = re.compile(r"(.{1,200})_(kivi|pertoken)_KVTuner[46]_[01]\.ya?ml", re.ASCII)
 

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
-NOT_SERVED: Final = "per-channel keys are read by KVTunerCache and kvtuner eval alone; serve per_token keys instead"
-"""The reason why a profile that loads, validates and shows is not served."""
-
 
 class Profile(StrictModel):
     """The storage of every layer of one model, its cost, and its measured quality.

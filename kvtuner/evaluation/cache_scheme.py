@@ -210,11 +210,13 @@ class ProfileScheme(CacheScheme):
         return KVTunerCache.stored_by(self.profile, read_plan, config)
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
-        """The flag that names the profile's file, which is written to the folder where there is none yet."""
+        """The flags of the profile's file, which is written to the folder where there is none yet."""
         file = self.file or folder / f"{self.name}.json"
         if self.file is None:
             write_profile(file, self.profile)
-        return ("--kvtuner-profile", str(file.absolute()))
+        keys = self.profile.defaults.k
+        pages = ("--page-size", str(keys.group_size)) if self.profile.has_per_channel_keys else ()
+        return ("--kvtuner-profile", str(file.absolute()), *pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,11 +118,11 @@ class BenchResult:
             for gate in scheme.gates
             if gate.verdict == FAILED
         ]
-        # Servers do not read keys per channel yet, and say so.
+        # On a GPU nothing reads keys per channel yet, and servers say so.
         return failed + [
             BenchProblem(f"{result.name}: not served: {result.refused}", FIX_A_START)
             for result in self.schemes
-            if result.refused is not None and "per-channel" not in result.refused
+            if result.refused is not None and "keys per channel are not read on" not in result.refused
         ]
 
     def quality(self, name: str, measure: str) -> CellResult | None:

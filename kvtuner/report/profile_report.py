@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.exported_configs.profile.profile import NOT_SERVED
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, serve_command
 from kvtuner.exported_configs.verdict import verdict_of
@@ -93,7 +92,6 @@ def profile_page(profiles: Sequence[EvaluatedProfile]) -> str:
         title=f"KV cache profile of {profiles[0].profile.model.id}",
         overview=_overview(profiles),
         articles=[_article(shown) for shown in profiles],
-        not_served=NOT_SERVED,
     )
 
 

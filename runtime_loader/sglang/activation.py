@@ -27,6 +27,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     ROLES,
     has_adapters,
     refuse_beside_other_layers,
+    refuse_beside_per_channel,
     refuse_flags,
     refuse_of_latents,
 )
@@ -121,6 +122,13 @@ def _check(server_args: Any) -> None:
             refuse_beside_other_layers(arguments, "layers that keep a state")
         elif profile.tuned_geometry().layer_ids is not None:
             refuse_beside_other_layers(arguments, "layers with a window")
+        if profile.has_per_channel_keys:
+            if loaded.request.hicache_only:
+                raise ServingError(
+                    "keys per channel are packed while a request holds them exactly, which below the device it does"
+                    " not; store keys per token there, or drop --kvtuner-hicache-only"
+                )
+            refuse_beside_per_channel(arguments, profile.defaults.k.group_size)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         if arguments.speculative_algorithm is not None and profile.window.num_tokens:
             raise ServingError(

@@ -15,7 +15,7 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
 from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
-from kvtuner.runtime_loader.model_check import check_model, refuse_per_channel
+from kvtuner.runtime_loader.model_check import check_model, check_token_groups
 from kvtuner.runtime_loader.sglang.compat.model import configuration_of, refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
 from kvtuner.supported_models import read_served_geometry, refuse_other_caches
@@ -105,20 +105,20 @@ class LoadedRequest:
             ):
                 refuse_other_caches(config, context_length=context_length)  # which says how to serve without windows
             check_model(self.named_profile, config, context_length=context_length)
-            refuse_per_channel(self.named_profile)
             return self.named_profile
         uniform = self.request.uniform
         assert uniform is not None
-        layout = ScaleLayout(uniform.q_group_size)
-        return uniform_profile(
+        profile = uniform_profile(
             geometry,
             PrecisionPair(uniform.nbits_key, uniform.nbits_value),
             identity_of_model(model_config),
-            k_layout=layout,
-            v_layout=layout,
+            k_layout=ScaleLayout(uniform.q_group_size, granularity=uniform.k_granularity),
+            v_layout=ScaleLayout(uniform.q_group_size),
             symmetric=not uniform.asym,
             window=ExactWindow(uniform.residual_length, uniform.sinks),
         )
+        check_token_groups(profile)
+        return profile
 
 
 def identity_of_model(model_config: Any) -> ModelIdentity:

@@ -205,6 +205,16 @@ LATENT_RULES: Final = (
 )
 """Rules of latents (MLA)."""
 
+PER_CHANNEL_RULES: Final = (
+    OptionRule("disaggregation_mode", (None, "null"), "a group that is not full has no rows to transfer"),
+    *(OptionRule(name, (None, 1), "it was never tried") for name in ("dp_size", "pp_size")),
+    *(
+        OptionRule(name, OFF, "it was never tried")
+        for name in ("enable_hierarchical_cache", "enable_lmcache", "enable_lora", "lora_paths")
+    ),
+)
+"""Rules beside keys per channel."""
+
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
 
@@ -275,6 +285,17 @@ def refuse_of_latents(arguments: Any, *, hicache_only: bool) -> None:
             " device"
         )
     _refuse_options(arguments, LATENT_RULES, "a packed pool of latents (MLA)")
+
+
+def refuse_beside_per_channel(arguments: Any, token_group: int) -> None:
+    """Refuse an option that keys per channel do not work with; pages must be whole groups of so many tokens."""
+    what = f"keys per channel of {token_group} tokens per scale"
+    if arguments.page_size is None or arguments.page_size % token_group:
+        raise ServingError(
+            f"--page-size {arguments.page_size or 1} does not work with {what}, which requests share by whole groups;"
+            f" add --page-size {token_group}, or a multiple of it"
+        )
+    _refuse_options(arguments, PER_CHANNEL_RULES, what)
 
 
 def has_adapters(arguments: Any) -> bool:

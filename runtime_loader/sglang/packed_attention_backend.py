@@ -24,6 +24,7 @@ from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashP
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
+from kvtuner.runtime_loader.token_groups import pack_full_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,6 +147,16 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         k, v = (self.attention.read(stored, self._stored_at, dtype) for stored in (keys, values))
         return k, v
 
+    def _pack_full_groups(
+        self, keys: PackedRows, rows: Tensor, slots: Tensor, tokens: Tensor | None = None, k: Tensor | None = None
+    ) -> None:
+        """Pack the groups that the layer's new tokens fill, of keys per channel, which the pool does not write."""
+        window, stored_at = self._window, self._stored_at
+        assert window is not None and stored_at is not None, "such a profile has a window, and its layers copies"
+        chunks = None if k is None else (stored_at, k)
+        with refusing():
+            pack_full_groups(keys, window.ring, NewTokens(window.requests, rows, tokens), slots, chunks)
+
     def _decode(
         self, q: Tensor, keys: PackedRows | Tensor, values: PackedRows | Tensor, o: Tensor, kv_indptr: Tensor,
         kv_indices: Tensor, attn_logits: Tensor, attn_lse: Tensor, num_kv_splits: Tensor, max_kv_splits: int,
@@ -159,6 +170,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             )  # fmt: skip
             return
         refuse_unserved(arguments)
+        if keys.format.token_group > 1:
+            self._pack_full_groups(keys, kv_indptr, kv_indices)
         scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
         self.attention.decode(q, keys, values, kv_indptr, kv_indices, scores, out=o, window=self._window)
 
@@ -180,6 +193,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             tree = DraftTree(custom_mask, mask_indptr)
         refuse_unserved({**arguments, "custom_mask": None if tree else custom_mask, "is_causal": is_causal})
         k, v = self.pool.new_states(k, v)
+        if keys.format.token_group > 1:
+            self._pack_full_groups(keys, kv_indptr, kv_indices, qo_indptr, k)
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, tree)
         scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
         window, prefix = self._window, None

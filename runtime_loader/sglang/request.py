@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from kvtuner.errors import PrecisionError, ServingError
-from kvtuner.precision import PACKED_BITS, ExactWindow
+from kvtuner.precision import PACKED_BITS, ExactWindow, Granularity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -47,6 +47,12 @@ class Uniform:
     q_group_size: int = 64
     residual_length: int = 0
     sinks: int = 0
+    axis_key: int = 0
+
+    @property
+    def k_granularity(self) -> Granularity:
+        """The granularity of keys."""
+        return "per_channel" if self.axis_key else "per_token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +208,13 @@ _WIDTHS: Final[dict[str, dict[str, Any]]] = {
         "choices": ("true", "false"),
         "help": "asymmetric quantization (default false: symmetric)",
     },
-    "axis_key": {"type": int, "help": "0: per token (default); 1, per channel, is refused"},
+    "axis_key": {"type": int, "help": "0: per token (default); 1: per channel, as KIVI's keys"},
     "axis_value": {"type": int, "help": "0: per token (default); 1, per channel, is refused"},
-    "q_group_size": {"type": int, "help": "channels per scale (default 64)"},
-    "residual_length": {"type": int, "help": "last tokens of a request that are also kept exactly (default 0)"},
+    "q_group_size": {"type": int, "help": "channels per scale, of keys per channel tokens (default 64)"},
+    "residual_length": {
+        "type": int,
+        "help": "last tokens of a request that are also kept exactly (default 0; with keys per channel their group)",
+    },
     "sinks": {"type": int, "help": "first tokens of a request that are also kept exactly (default 0)"},
 }
 
@@ -267,13 +276,7 @@ def _refuse_without_a_profile(args: argparse.Namespace, of_profiles: str) -> Non
 
 
 def _uniform(flags: UniformFlags, options: dict[str, Any]) -> Uniform:
-    for name in ("axis_key", "axis_value"):
-        axis, flag = options.pop(name, 0), flags.flag(name)
-        if axis != 0:
-            raise ServingError(
-                f"{flag} {axis} is per-channel quantization, which needs tail pages that no pool has yet;"
-                f" {flag} 0 works"
-            )
+    _check_axes(flags, options)
     for name in ("residual_length", "sinks"):
         if flags.hicache_only and options.get(name):
             raise ServingError(
@@ -285,3 +288,21 @@ def _uniform(flags: UniformFlags, options: dict[str, Any]) -> Uniform:
     except PrecisionError as error:
         raise ServingError(f"{flags.flag('residual_length')} and {flags.flag('sinks')}: {error}") from None
     return Uniform(asym=options.pop("asym", "false") == "true", **options)
+
+
+def _check_axes(flags: UniformFlags, options: dict[str, Any]) -> None:
+    """Refuse axes that do not work, and give keys per channel the exact tokens that they need."""
+    axis, flag = options.pop("axis_value", 0), flags.flag("axis_value")
+    if axis != 0:
+        raise ServingError(f"{flag} {axis}: values are stored per token, as by KIVI; {flag} 0 works")
+    axis, flag = options.get("axis_key", 0), flags.flag("axis_key")
+    if axis not in (0, 1):
+        raise ServingError(f"{flag} must be 0, per token, or 1, per channel, not {axis}")
+    if axis and flags.hicache_only:
+        raise ServingError(f"{flag} 1: what moves to host and storage is stored per token; {flag} 0 works")
+    group = options.get("q_group_size", Uniform().q_group_size)
+    if axis and options.setdefault("residual_length", group) < group:
+        raise ServingError(
+            f"{flag} 1 keeps tokens exactly until their group of {group} is full:"
+            f" {flags.flag('residual_length')} must be {group} or more, not {options['residual_length']}"
+        )

@@ -173,7 +173,7 @@ def _bytes_per_token(kvc: Any, layers: Sequence[int]) -> int:
         num_heads = geometry.num_attention_heads // here.tp_size
         num_kv_heads = len(geometry.kv_heads_of_rank(here.tp_rank, here.tp_size))
         cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
-        attention = _attention(torch.device(kvc.device), is_latent=geometry.is_latent)
+        attention = _attention(torch.device(kvc.device), profile)
         gqa, dtype = num_heads // num_kv_heads, str(kvc.kv_cache_dtype).removeprefix("torch.")
         state.rank = RankState(
             profile, attend, attention, gqa, float(cap), dtype, has_attention_sinks(kvc.model_config)
@@ -233,10 +233,10 @@ def _backend(kvc: Any) -> AttentionBackend:
     return backend_for(torch.device(kvc.device), os.environ.get(BACKEND_VARIABLE) or None)
 
 
-def _attention(device: torch.device, *, is_latent: bool) -> PackedAttention:
+def _attention(device: torch.device, profile: Profile) -> PackedAttention:
     name = os.environ.get(BACKEND_VARIABLE) or None
-    if not is_latent:
-        return backend_for(device, name).make(device)
+    if not profile.tuned_geometry().is_latent:
+        return backend_for(device, name, per_channel=profile.has_per_channel_keys).make(device)
     make = latent_backend(device, name).make_of_latents
     assert make is not None
     return make(device)

@@ -59,7 +59,7 @@ def test_without_out_the_profile_is_on_stdout_and_notes_are_not(run: RunCommand,
     profile = load_profile(stdout.encode())
     assert profile.has_per_channel_keys and profile.defaults.v.group_size == 16
     assert "note: the file's name says 'Other-7B', but it is imported for 'Tiny-3B'" in err
-    assert "no server does yet" in err
+    assert "no GPU reads such keys yet" in err
 
 
 def test_a_file_is_overwritten_by_force_only(run: RunCommand, model: Path, preset: Path, tmp_path: Path) -> None:

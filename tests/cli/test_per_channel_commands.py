@@ -1,4 +1,4 @@
-"""Profiles with keys per channel are shown, compared, checked and evaluated; no server or engine reads them yet."""
+"""Profiles with keys per channel are shown, compared, checked and evaluated; the engine does not read them yet."""
 
 from __future__ import annotations
 
@@ -88,4 +88,4 @@ def test_an_imported_preset_of_kivi_is_evaluated(run: RunCommand, preset: Path, 
 
 def test_no_engine_reads_it(run: RunCommand, preset: Path) -> None:
     status, _, err = run("generate", "--profile", preset, "--model", "demo", "--prompt", "a")
-    assert status == 2 and "per-channel keys are read by KVTunerCache and kvtuner eval alone" in err
+    assert status == 2 and "the engine does not read keys per channel" in err

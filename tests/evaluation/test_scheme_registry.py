@@ -109,7 +109,7 @@ def test_schemes_have_the_flags_that_ask_sglang_for_them(tmp_path: Path) -> None
     flag, file = named_scheme("8", shape).server_flags(tmp_path)
     assert (flag, file) == ("--kvtuner-profile", str(tmp_path / "K8V8.json"))
     assert (tmp_path / "K8V8.json").is_file()
-    named_scheme("K2V4-per-channel", shape).server_flags(tmp_path)
+    assert named_scheme("K2V4-per-channel", shape).server_flags(tmp_path)[2:] == ("--page-size", "32")
     per_channel = load_profile(tmp_path / "K2V4-per-channel.json")
     assert per_channel.has_per_channel_keys and per_channel.window == ExactWindow(32)
 

@@ -50,8 +50,8 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: MakeR
         assert scheme["refused"] or {load["kind"] for load in scheme["loads"]} == {
             "prompt", "output", "concurrency", "batch", "stability",
         }  # fmt: skip
-    assert "no server reads per-channel keys" in page.text
-    assert "no server reads per-channel keys" in text
+    assert "keys per channel are not read on cuda" in page.text
+    assert "keys per channel are not read on cuda" in text
     pictures = [path.name for path in tmp_path.glob("*.svg")]
     assert len(pictures) == 4 and page.names().count("svg") == 2 * len(pictures)
     assert all(f"]({name})" in text for name in pictures)

@@ -87,10 +87,10 @@ def test_a_page_of_what_was_not_measured_says_so() -> None:
     assert "nothing says what it was chosen on" in page.text
 
 
-def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
+def test_a_page_of_keys_per_channel_gives_the_command_with_their_pages() -> None:
     profile = make_profile([choice()], k_layout=ScaleLayout(32, granularity="per_channel"))
     page = Page(profile_page([EvaluatedProfile("p.json", "p.json", profile)]))
-    assert "launch_server" not in page.text and "serve per_token keys instead" in page.text
+    assert "launch_server" in page.text and "p.json --page-size 32" in page.text
 
 
 def test_an_exact_window_is_shown_with_what_it_costs() -> None:

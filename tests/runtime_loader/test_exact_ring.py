@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from profile_samples import make_profile
 from windowed_requests import WindowedPool, live
 
+from kvtuner.errors import CacheError
 from kvtuner.evaluation.cache_scheme import CacheScheme, RankLayout
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.geometry import ModelGeometry
@@ -18,14 +22,20 @@ from kvtuner.runtime_loader.exact_ring import (
     LEAST_REQUESTS,
     ExactRings,
     NewTokens,
+    WindowReads,
     largest_pool,
     most_requests,
     request_bytes,
 )
+from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
+from kvtuner.runtime_loader.token_groups import pack_full_groups
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.transforms import TransformKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WINDOWS = (ExactWindow(1), ExactWindow(5), ExactWindow(32), ExactWindow(4, 2), ExactWindow(0, 3), ExactWindow(1024, 64))
 
@@ -196,3 +206,59 @@ def test_where_nobody_says_how_many_requests_copies_leave_most_of_the_memory_to_
         assert tokens * token + copies <= available
         assert copies <= max(available * COPIES_SHARE + request, (LEAST_REQUESTS + 1) * request)
         assert tokens * token >= (1 - COPIES_SHARE) * available - 2 * request - token or gib == 2
+
+
+def test_groups_of_keys_per_channel_are_packed_once_a_request_fills_them() -> None:
+    spec, generator = QuantSpec(2, token_group=16), torch.Generator().manual_seed(3)
+    k, v, window = RowFormat(2, 48, spec), RowFormat(2, 32, None), ExactWindow(17, 2)
+    keys = PackedRows(torch.full((160, k.row_bytes(torch.float32)), 255, dtype=torch.uint8), k)  # reads as NaN
+    values = PackedRows.zeros(v, 160, torch.float32, "cpu")
+    rings, attention = ExactRings([LayerFormat(k, v)], window, 3, dtype=torch.float32, device="cpu"), TorchAttention()
+    ring = rings[0]
+    assert ring is not None
+    slots = {2: torch.cat((torch.arange(96, 160), torch.arange(16, 32))), 0: torch.arange(32, 96)}
+    stored = {slot: (torch.empty(0, 2, 48), torch.empty(0, 2, 32)) for slot in slots}
+    requests = torch.tensor(list(slots))
+    for lengths in ((21, 3), (1, 1), (30, 12), (1, 1), (9, 1), *[(1, 1)] * 16):
+        before = [len(stored[slot][0]) for slot in slots]
+        fresh = [torch.randn(sum(lengths), 2, dim, generator=generator) for dim in (48, 32)]
+        is_decode, bounds = max(lengths) == 1, _bounds(lengths)
+        for number, slot in enumerate(slots):
+            new = slice(bounds[number], bounds[number + 1])
+            stored[slot] = tuple(torch.cat((old, x[new])) for old, x in zip(stored[slot], fresh, strict=True))
+            values.write(slots[slot][before[number] : len(stored[slot][1])], fresh[1][new])
+        read = [len(stored[slot][0]) if is_decode else past for slot, past in zip(slots, before, strict=True)]
+        past = torch.cat([slots[slot][:tokens] for slot, tokens in zip(slots, read, strict=True)])
+        if is_decode:
+            step = NewTokens(requests, _bounds(read))
+            ring.store(step, *fresh)
+            pack_full_groups(keys, ring, step, past)
+            q = torch.randn(2, 4, 48, generator=generator)
+            found = attention.decode(
+                q, keys, values, _bounds(read), past, ScoreScaling(0.2), window=WindowReads(ring, requests)
+            )
+            for number, (own_k, own_v) in enumerate(stored.values()):
+                place, tokens = len(own_k) - 1, torch.arange(len(own_k))
+                exact = (tokens > place - 17) | (tokens < 2)
+                seen = torch.where(exact[:, None, None], own_k, spec.simulate(own_k)).double()
+                scores = torch.einsum("hgd,thd->hgt", q[number].double().unflatten(0, (2, 2)), seen) * 0.2
+                expected = torch.einsum("hgt,thd->hgd", scores.softmax(-1), own_v.double()).flatten(0, 1)
+                assert (found[number] - expected).abs().max() < 1e-5
+        else:
+            at = torch.cat([slots[slot][b : b + n] for slot, b, n in zip(slots, before, lengths, strict=True)])
+            step = NewTokens(requests, _bounds(read), bounds)
+            pack_full_groups(keys, ring, step, past, (at, fresh[0]))
+            ring.store(step, *fresh)
+        for slot, (own_k, _) in stored.items():
+            full = len(own_k) // 16 * 16
+            order = torch.randperm(full, generator=generator)
+            found = keys.read(slots[slot][order], torch.float32)
+            assert torch.equal(found, spec.simulate(own_k)[order])
+            assert bool((keys.rows[slots[slot][full:]] == 255).all()), "nothing is packed before its group is full"
+    ring.positions[2] = EMPTY
+    with pytest.raises(CacheError, match="have no exact copies, though their group of keys per channel is not full"):
+        pack_full_groups(keys, ring, NewTokens(requests, _bounds(read)), past)
+
+
+def _bounds(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])

@@ -13,8 +13,14 @@ from kvtuner.evaluation.cache_scheme import ProfileScheme
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
-from kvtuner.runtime_loader.model_check import calibrated_positions, check_model, refuse_per_channel
+from kvtuner.runtime_loader.model_check import (
+    calibrated_positions,
+    check_model,
+    check_token_groups,
+    refuse_per_channel,
+)
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -72,7 +78,13 @@ def test_keys_per_channel_need_a_window_of_a_group(profile_of: ProfileOf) -> Non
         with pytest.raises(ProfileError, match="32 tokens per scale need residual_length 32 or more, not 31"):
             check(per_channel(4, 31), config)
     refuse_per_channel(per_channel(16, 0))
-    with pytest.raises(ProfileError, match="read by KVTunerCache and kvtuner eval alone; serve per_token keys"):
+    latents = ModelGeometry(2, 8, 1, 64, 0, rope_dim=16)
+    layout = ScaleLayout(32, granularity="per_channel")
+    with pytest.raises(ProfileError, match="latents are stored per token, not per channel"):
+        check_token_groups(
+            uniform_profile(latents, PrecisionPair(4, 4), served.model, k_layout=layout, window=ExactWindow(32))
+        )
+    with pytest.raises(ProfileError, match="the engine does not read keys per channel: SGLang on a processor"):
         refuse_per_channel(per_channel(4, 32))
 
 

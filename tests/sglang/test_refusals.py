@@ -260,7 +260,13 @@ def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, re
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--enable-kvtuner-quant", "--kvtuner-axis-key", "1"), "--kvtuner-axis-key 0 works"),
+        (("--enable-kvtuner-quant", "--kvtuner-axis-key", "2"), "must be 0, per token, or 1, per channel, not 2"),
+        (("--enable-kvtuner-quant", "--kvtuner-axis-value", "1"), "values are stored per token, as by KIVI"),
+        (
+            ("--enable-kvtuner-quant", "--kvtuner-axis-key", "1", "--kvtuner-residual-length", "32"),
+            "--kvtuner-residual-length must be 64 or more, not 32",
+        ),
+        (("--enable-kvtuner-hicache", "--kvtuner-hicache-axis-key", "1"), "--kvtuner-hicache-axis-key 0 works"),
         (("--enable-kvtuner-quant", "--kvtuner-residual-length", "1025"), "within 0 and 1024 tokens, not 1025"),
         (("--enable-kvtuner-quant", "--kvtuner-sinks", "-1"), "sinks must be within 0 and 64 tokens, not -1"),
         (("--kvtuner-profile", "p.json", "--kvtuner-residual-length", "9"), "residual-length needs --enable-kvtuner-q"),

@@ -124,8 +124,15 @@ class PackedPool:
         return self.copies[self.layer_ids.index(layer_id)]
 
     def store(self, local_layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [tokens, heads, channels] at token slots of a layer by its place on this rank."""
-        self.rank_state.attention.store(self.keys[local_layer], self.values[local_layer], slots, k, v)
+        """Store keys and values [tokens, heads, channels] at token slots of a layer by its place on this rank.
+
+        Keys per channel are packed by attention, which knows their requests, once a group is full.
+        """
+        keys, values = self.keys[local_layer], self.values[local_layer]
+        if keys.format.token_group > 1:
+            values.write(slots, v)
+        else:
+            self.rank_state.attention.store(keys, values, slots, k, v)
 
     def _rows(self, row_format: RowFormat) -> PackedRows:
         return PackedRows.zeros(row_format, self.size + self.page_size, self.model_dtype, self.device)

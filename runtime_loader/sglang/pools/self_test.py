@@ -35,7 +35,7 @@ logger: Final = logging.getLogger("kvtuner")
 def self_test(pool: PackedPool) -> None:
     """Store keys and values by the backend in use, attend to them, and refuse what differs from `quant.py`."""
     generator = torch.Generator().manual_seed(0)
-    slots = torch.arange(min(TESTED_TOKENS, pool.size), device=pool.device)
+    slots = tested_slots(pool.keys)
     read = {layer_id for layer_id, _, _ in pool.read_layers}
     for layer_id, keys, values in zip(pool.layer_ids, pool.keys, pool.values, strict=True):
 
@@ -54,6 +54,12 @@ def self_test(pool: PackedPool) -> None:
         # As SGLang allocates a pool.
         for stored in (keys, values):
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
+
+
+def tested_slots(keys: Sequence[PackedRows]) -> Tensor:
+    """The first token slots of layers, which their test takes: of keys per channel a whole group."""
+    tokens = max(TESTED_TOKENS, *(stored.format.token_group for stored in keys))
+    return torch.arange(min(tokens, len(keys[0].rows)), device=keys[0].rows.device)
 
 
 def _reads_right(pool: PackedPool, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:

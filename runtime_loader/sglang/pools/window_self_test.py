@@ -14,7 +14,7 @@ import torch
 
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing, ExactRings, NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
-from kvtuner.runtime_loader.sglang.pools.self_test import TESTED_TOKENS, failed, tolerance
+from kvtuner.runtime_loader.sglang.pools.self_test import failed, tested_slots, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +95,7 @@ class _LayerTest:
         self._rank, self._read_states = pool.rank_state, pool.read_states
         self._keys, self._values, self._ring = keys, values, ring
         self._generator = torch.Generator().manual_seed(0)
-        self._tokens = torch.arange(min(TESTED_TOKENS, len(keys.rows)), device=ring.keys.device)
+        self._tokens = tested_slots([keys])
         for stored in (keys, values):
             stored.write(self._tokens, self._states(len(self._tokens), *stored.shape[1:]))
         self._requests = [self._request(slot, 0) for slot in (0, len(ring.positions) - 1)]

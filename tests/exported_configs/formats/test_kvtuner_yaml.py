@@ -50,12 +50,12 @@ def test_a_preset_per_token_has_one_group_per_head(take: Callable[..., Any]) -> 
     assert notes == ()
 
 
-def test_a_preset_of_kivi_has_keys_per_channel_and_says_that_no_server_reads_it(take: Callable[..., Any]) -> None:
+def test_a_preset_of_kivi_has_keys_per_channel_and_says_how_it_is_served(take: Callable[..., Any]) -> None:
     profile, notes = take(PRESET.replace("16", "4"), "kvtuner-yaml", file_name=KIVI_NAME)
     assert profile.defaults.k.granularity == "per_channel" and profile.has_per_channel_keys
     assert (profile.defaults.k.group_size, profile.defaults.v.group_size) == (32, 32)
     (note,) = notes
-    assert "per channel" in note and "no server does" in note and "newest 32 tokens" in note
+    assert "per channel" in note and "--page-size 32" in note and "newest 32 tokens" in note
     assert profile.window == ExactWindow(32)
 
 

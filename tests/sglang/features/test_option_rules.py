@@ -17,10 +17,12 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     HICACHE_RULES,
     LMCACHE_RULES,
     LORA_RULES,
+    PER_CHANNEL_RULES,
     REPLICA_RULES,
     RULES,
     SPECULATION_RULES,
     OptionRule,
+    refuse_beside_per_channel,
     refuse_flags,
 )
 
@@ -115,6 +117,19 @@ def test_every_rule_of_disaggregation_refuses_its_option_beside_it_alone(rule: O
         refuse_flags(arguments(device="cpu", **{**fine, "disaggregation_mode": side}), {})
         with pytest.raises(ServingError, match=f"{rule.flag}.* does not work with disaggregation of a packed KV pool"):
             refuse_flags(arguments(device="cpu", **{**alone, "disaggregation_mode": side}), {})
+
+
+@pytest.mark.parametrize("rule", PER_CHANNEL_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_keys_per_channel_refuses_its_option(rule: OptionRule) -> None:
+    fine = {"page_size": 64, **{each.name: each.works[0] for each in PER_CHANNEL_RULES}}
+    refuse_beside_per_channel(arguments(**fine), 32)
+    with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with keys per channel of 32 tokens"):
+        refuse_beside_per_channel(arguments(**{**fine, rule.name: 7}), 32)
+    for page_size in (None, 1, 16, 48):
+        with pytest.raises(
+            ServingError, match=f"--page-size {page_size or 1} does not .* add --page-size 32, or a mul"
+        ):
+            refuse_beside_per_channel(arguments(**{**fine, "page_size": page_size}), 32)
 
 
 def test_adapters_beside_a_quantized_host_tier() -> None:
