@@ -10,6 +10,7 @@ import torch
 from tiny.layered_models import LAYERED, MULTIMODAL
 from transformers import (
     DeepseekV3Config,
+    DeepseekV32Config,
     DynamicCache,
     FalconH1Config,
     Gemma3TextConfig,
@@ -96,6 +97,7 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     ("config", "what"),
     [
         (Llama4TextConfig(), "chunked_attention in layer 0, which reads its chunk alone"),
+        (DeepseekV32Config(), "indexed_attention in layer 0, which reads its tokens otherwise than attention does"),
         (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

@@ -111,9 +111,7 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
 
 
 def _triton(config: Any) -> str:
-    from kvtuner.supported_models import read_cache_geometry
-
-    is_latent = read_cache_geometry(config).tuned().is_latent
+    is_latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None)
     return "refused: no kernels for latents" if is_latent else "kernels by rows, interpreted; no GPU yet"
 
 

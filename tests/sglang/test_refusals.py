@@ -60,10 +60,6 @@ def test_a_model_with_windows(model_folder: ModelFolder, refused: Refused) -> No
 
 
 OTHER_CACHES = {
-    "indexed_attention in layer 0": (
-        "DeepseekV32",
-        {"kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 2},
-    ),
     "no layer with a KV cache: there is nothing to tune": (
         "Qwen3Next",
         {"num_experts": 0, "linear_num_key_heads": 2},

@@ -58,7 +58,8 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     Its geometry is read from its configuration.
     """
     name = model_config.hf_config.architectures[0]
-    attention, has_latents = model_config.attention_arch, geometry.tuned().is_latent
+    attention = model_config.attention_arch
+    has_latents = any(layer.kind.name == "latent" for layer in geometry.layers)
     reasons = {
         f"{name} has {attention.name} attention, which SGLang keeps in another pool": not has_latents
         and attention != AttentionArch.MHA,

@@ -21,6 +21,8 @@ HOOKED = [
     f"{SRT}.entrypoints.engine._wait_for_scheduler_ready",
     f"{SRT}.managers.scheduler.Scheduler.get_init_info",
     f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+    f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
+    f"{SRT}.mem_cache.memory_pool.MLATokenToKVPool.set_mla_kv_buffer",
     f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
     f"{SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
     f"{SRT}.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",

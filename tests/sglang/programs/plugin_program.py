@@ -111,6 +111,26 @@ def check_that_layers_that_do_not_read_their_whole_past_are_refused() -> None:
     assert covering["attn"].sliding_window_size == -1
 
 
+def check_that_layers_that_do_not_read_latents_as_they_are_packed_are_refused() -> None:
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    def model(v_head_dim: int = 32, **changes: Any) -> torch.nn.Module:
+        sizes = {"num_heads": 2, "head_dim": 40, "num_kv_heads": 1, "v_head_dim": v_head_dim}
+        layer = RadixAttention(scaling=0.25, layer_id=0, **sizes)
+        for name, value in changes.items():
+            setattr(layer, name, value)
+        return torch.nn.ModuleDict({"attn": layer})
+
+    of_one = model(k_scale=torch.ones(()), k_scale_float=1.0)
+    attention.read_absorbed(of_one, (32, 8))
+    assert of_one["attn"].k_scale is None
+    for other in (model(v_head_dim=40), model(tp_k_head_num=2)):
+        line = refusal(attention.read_absorbed, other, (32, 8))
+        assert line.startswith("attn of this model does not read latents of 32 and 8 channels in SGLang")
+    assert "scales for an fp8 cache" in refusal(attention.read_absorbed, model(v_scale_float=0.5), (32, 8))
+
+
 def check_that_another_kind_of_pool_is_refused() -> None:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
@@ -125,7 +145,7 @@ def check_that_another_kind_of_pool_is_refused() -> None:
 
     KVCacheConfigurator.configure = Configurator.configure
     built: list[Any] = []
-    pool.on_built(Packed, lambda _, found, _requests: built.append(found))
+    pool.on_built([Packed], lambda _, found, _requests: built.append(found))
     configure: Any = KVCacheConfigurator.configure
     configure(Configurator(pool=Packed(), is_draft_worker=False))
     assert [type(found) for found in built] == [Packed]
