@@ -87,7 +87,7 @@ class Context:
             scores = run(self.simulator)
             if not bool(torch.isfinite(scores.kl).all()):
                 raise NonFiniteActivationError(f"the KL of {key} must be finite; run the model in a wider dtype")
-            record = {"key": key, "kl": scores.kl.mean(dim=1).tolist(), "nll": float(scores.nll.nanmean())}
+            record = {"key": key, "kl": scores.mean_kl.tolist(), "nll": float(scores.nll.nanmean())}
             self.journal.append(record)
             seconds = time.monotonic() - start
             print(f"{self.tokens}  {statistics.fmean(record['kl']):.4g}  {seconds:.0f} s  {key[:90]}", flush=True)

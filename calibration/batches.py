@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from kvtuner.calibration.forward.read_plan import ReadPlan
+    from kvtuner.calibration.images.sequence_images import SequenceImages
 
 Offsets = Literal["random", "small", "large"]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences that run together: `index` in their split, ids and consecutive positions [batch, tokens] int64."""
+    """Sequences that run together.
+
+    Attributes:
+        index: The place of the batch in its split.
+        input_ids: The tokens, int64 [batch, tokens].
+        position_ids: Consecutive positions of the same shape; a model gives images its own positions from the first on.
+        images: The images in a sequence that runs alone; None of text.
+    """
 
     index: int
     input_ids: Tensor
     position_ids: Tensor
+    images: SequenceImages | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all sequences."""
         return self.input_ids.numel()
+
+    def own_plan(self, plan: ReadPlan) -> ReadPlan:
+        """The plan for these sequences: its split does not cut an image, which is part of the prompt then."""
+        return plan if self.images is None else replace(plan, split=self.images.end_of_cut(plan.split))
+
+    def scored_places(self, plan: ReadPlan) -> Tensor:
+        """The tokens whose predictions are scored, ascending, int64 on the CPU.
+
+        They read quantized keys and values, and what follows them is text and not part of an image.
+        """
+        places = torch.arange(self.own_plan(plan).split, self.input_ids.shape[1])
+        return places if self.images is None else places[~self.images.precedes_image(places)]
+
+    def scored(self, values: Tensor, plan: ReadPlan) -> Tensor:
+        """What is scored of values [batch, last tokens, ...], which begin at any token up to the plan's split."""
+        first = self.input_ids.shape[1] - values.shape[1]
+        if self.images is None:
+            return values[:, plan.split - first :]
+        return values[:, self.scored_places(plan).to(values.device) - first]
 
 
 def batches(
@@ -36,8 +66,11 @@ def batches(
     seed: int,
     batch_size: int = 1,
     device: torch.device | str = "cpu",
+    images: Sequence[SequenceImages] = (),
 ) -> Iterator[Batch]:
     """Cut a split, ids [num_sequences, tokens], into batches of `batch_size` sequences on `device`.
+
+    Sequences with images run one by one, each as long as it is.
 
     Positions lie below `context_length`. By `offsets` a sequence begins at one drawn from a part of the context of its
     own, at 0, or as late as it fits.
@@ -55,4 +88,6 @@ def batches(
     positions = starts.unsqueeze(1) + torch.arange(tokens)  # [num_sequences, tokens]
     for index, first in enumerate(range(0, num_sequences, batch_size)):
         rows = slice(first, first + batch_size)
-        yield Batch(index, ids[rows].to(device), positions[rows].to(device))
+        own = images[first] if images else None
+        length = tokens if own is None else own.num_tokens
+        yield Batch(index, ids[rows, :length].to(device), positions[rows, :length].to(device), own)

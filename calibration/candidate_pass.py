@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvtuner.calibration.batches import Batch
-    from kvtuner.calibration.forward.chain import DecoderChain, Trace
+    from kvtuner.calibration.forward.chain import DecoderChain
+    from kvtuner.calibration.forward.trace import Trace
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.quant import Transform
 
@@ -55,6 +56,8 @@ class CandidateMeasurement:
     sums: dict[Candidate, dict[str, float]] = field(default_factory=dict)
     pair_sums: dict[tuple[int, PrecisionPair], float] = field(default_factory=dict)
     num_sequences: int = 0
+    num_scored: int = 0
+    """The predictions of each sequence of a batch that are scored."""
 
     def run(self, batches: Iterable[Batch], on_layer: Callable[[int], None] | None = None) -> None:
         """Measure all batches; `on_layer` is called with the number of tokens after each layer."""
@@ -63,7 +66,9 @@ class CandidateMeasurement:
 
     def of_batch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> CandidateMeasurement:
         """The measurement of one batch alone, under the same settings."""
-        part = replace(self, sums={}, pair_sums={}, num_sequences=batch.input_ids.shape[0])
+        sequences, plan = batch.input_ids.shape[0], batch.own_plan(self.plan)
+        scored = len(batch.scored_places(plan))
+        part = replace(self, plan=plan, sums={}, pair_sums={}, num_sequences=sequences, num_scored=scored)
         part._measure_batch(batch, on_layer)
         return part
 
@@ -92,9 +97,9 @@ class CandidateMeasurement:
         self.merge(replace(self, sums=sums, pair_sums=pairs, num_sequences=record["sequences"]))
 
     def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
-        trace = self.chain.trace(batch.input_ids, batch.position_ids)
+        trace = self.chain.trace(batch.input_ids, batch.position_ids, images=batch.images)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
-        gradients = self._loss_gradients(trace, generator)
+        gradients = self._loss_gradients(trace, batch, generator)
         tuned = self.chain.geometry.ids
         for layer_id in reversed(range(tuned[0], len(self.chain.layers))):
             if layer_id not in tuned:
@@ -116,7 +121,7 @@ class CandidateMeasurement:
         """The paper's e_o of pairs without transforms."""
         return {key: value / self.num_sequences for key, value in self.pair_sums.items()}
 
-    def _loss_gradients(self, trace: Trace, generator: torch.Generator) -> list[Tensor]:
+    def _loss_gradients(self, trace: Trace, batch: Batch, generator: torch.Generator) -> list[Tensor]:
         """Gradients of R sampled-label losses (summed over scored tokens) by the last layer's output."""
         last = len(self.chain.layers) - 1
         with torch.no_grad():
@@ -124,12 +129,9 @@ class CandidateMeasurement:
         check_finite(last, outputs=hidden)
         if hidden.device.type != "cpu":  # probabilities of a whole vocabulary stay where they are
             generator = torch.Generator(hidden.device).manual_seed(generator.initial_seed())
-        start = self.plan.split
         gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
-        tokens = hidden.shape[1]
         step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
-        for first in range(start, tokens, step):
-            rows = slice(first, min(first + step, tokens))
+        for rows in batch.scored_places(self.plan).to(hidden.device).split(step):
             leaf = hidden[:, rows].detach().requires_grad_()
             logits = self.chain.logits(self.chain.finish(leaf))
             p = logits.detach().softmax(dim=-1)  # [batch, rows, vocab_size]
@@ -253,7 +255,7 @@ class CandidateMeasurement:
     ) -> None:
         """Score the attention of a block of `rows`."""
         tokens = rows.tokens[block].to(call.q.device)
-        visible = slice(None, int(rows.tokens[block][-1]) + 1)
+        visible = slice(None, call.end(int(rows.tokens[block][-1])))
         # q: [batch, num_kv_heads, group, rows, head_dim]; g: the same with draws before it and v_head_dim channels.
         q = call.grouped_query(tokens)
         v = call.v[:, :, visible].float()
@@ -265,14 +267,15 @@ class CandidateMeasurement:
         weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
         share = sequences / float(rows.weights.sum())
         # The (row, key) pairs of all blocks, so that a mean does not depend on how rows are cut into blocks.
-        num_probabilities = exact_a.shape[1] * exact_a.shape[2] * float((rows.weights * (rows.tokens + 1)).sum())
+        seen = (rows.weights * call.ends(rows.tokens)).sum()
+        num_probabilities = exact_a.shape[1] * exact_a.shape[2] * float(seen)
 
         def add_outputs(side: Side, name: str, read_o: Tensor) -> None:
             self._add(layer_id, side, name, "e_o", share * (_relative_errors(exact_o, read_o) @ weights))
             delta = (read_o - exact_o).unsqueeze(1)
             directional = (g * delta).sum(dim=(3, 4, -1))  # [widths, draws, batch, rows]
             fisher = 0.5 * directional.square().mean(dim=(1, 2)) @ weights
-            self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
+            self._add(layer_id, side, name, "fisher", sequences / self.num_scored * fisher)
 
         for name in keys:
             read_a = probabilities_beside(call, q, keys[name][..., visible, :], tokens, exact)

@@ -1,36 +1,40 @@
-"""Text to token sequences in three disjoint splits. Knows nothing of models but their tokenizer."""
+"""Text, maybe with images, to token sequences in three disjoint splits. Knows models by their tokenizers alone."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvtuner.calibration.documents.image_document import ImageDocument
+from kvtuner.calibration.documents.reading import documents_of, without_repeats
+from kvtuner.calibration.images.image_sequences import ImageTokenizer, SequenceCutter, TokenRun
 from kvtuner.errors import CorpusError
 from kvtuner.exported_configs.identity.model_identity import DEMO, public_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from kvtuner.calibration.documents.reading import Document, Message
+    from kvtuner.calibration.images.sequence_images import SequenceImages
 
 SplitName = Literal["calibrate", "select", "report"]
 SPLITS: tuple[SplitName, ...] = ("calibrate", "select", "report")
-DEMO_CORPUS = Path(__file__).parent / "demo" / "corpus.jsonl"
 MAX_DOCUMENTS = 20_000
 MIN_SEQUENCE_LENGTH = 4  # the first quarter is read exactly, and of the rest one token at least predicts another
 OVERLAP_WINDOW = 48  # tokens, long enough that phrases which many texts share do not count
 MAX_OVERLAP = 0.10
-_ENCODING = "utf-8-sig"  # with or without a byte order mark
-Message = Mapping[str, Any]
-Document = str | tuple[Message, ...]
+PackedSequence = TypeVar("PackedSequence", list[int], TokenRun)
+_Stream = np.ndarray[Any, np.dtype[np.int64]]
+"""The token ids of a split, or what stands for their content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +69,52 @@ class CorpusSource:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token sequences, [num_sequences, sequence_length] int64 per split; no token stands in two of them."""
+    """Token sequences, [num_sequences, sequence_length] int64 per split; no token stands in two of them.
+
+    Attributes:
+        images: The images of each sequence of a split, where the data hold any. A sequence that ends before an image
+            is filled up behind its own tokens.
+    """
 
     splits: Mapping[SplitName, Tensor]
+    images: Mapping[SplitName, tuple[SequenceImages, ...]] = field(default_factory=dict)
 
     def hashes(self) -> dict[str, str]:
-        """sha256 of each split's token ids."""
-        return {
-            name: "sha256:" + hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
-            for name, ids in self.splits.items()
-        }
+        """sha256 of each split's token ids, and of what the model takes beside them."""
+        return {name: "sha256:" + self._hash(name) for name in self.splits}
+
+    def _hash(self, name: SplitName) -> str:
+        digest = hashlib.sha256(self.splits[name].numpy().astype("<i8").tobytes())
+        for sequence in self.images.get(name, ()):
+            digest.update(repr((sequence.num_tokens, sequence.spans)).encode())
+            for argument, value in sorted(sequence.inputs.items()):
+                digest.update(f"{argument} {tuple(value.shape)} {value.dtype}".encode() + value.numpy().tobytes())
+        return digest.hexdigest()
+
+    def in_images(self, name: SplitName) -> Tensor:
+        """Whether each token of a split stands for an image, bool [num_sequences, sequence_length]."""
+        is_image = torch.zeros_like(self.splits[name], dtype=torch.bool)
+        for row, sequence in zip(is_image, self.images.get(name, ()), strict=False):
+            for start, end in sequence.spans:
+                row[start:end] = True
+        return is_image
+
+    def refuse_images(self, what: str) -> None:
+        """Refuse what reads text alone, named in the plural, where there are images.
+
+        Raises:
+            CorpusError: There are images.
+        """
+        if self.images:
+            raise CorpusError(f"{what} read text alone, but the data holds images; give --data of text")
 
 
-def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """Read, shuffle, tokenize and split.
+def load_corpus(
+    source: CorpusSource,
+    tokenizer: PreTrainedTokenizerBase,
+    read_processor: Callable[[], ProcessorMixin] | None = None,
+) -> Corpus:
+    """Read, shuffle, tokenize and split; the model's processor is read where the data hold images.
 
     At most `MAX_DOCUMENTS` are read: the first of a file or folder; of a `datasets` id the first of a stream that is
     shuffled by the seed. They are shuffled by the seed and packed in that order: first the calibrate split, then
@@ -93,154 +129,55 @@ def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Cor
             f"a sequence must have at least {MIN_SEQUENCE_LENGTH} tokens, a prompt and predictions to score, but would"
             f" have {source.sequence_length}; give a larger --sequence-length or --context-length"
         )
-    documents = _without_repeats(list(islice(_documents(source), MAX_DOCUMENTS)), source)
+    documents = without_repeats(list(islice(documents_of(source), MAX_DOCUMENTS)), source)
     if not documents:
         raise CorpusError(
             f'{source.data} holds no text; a line is {{"{source.text_field}": ...}} or {{"messages": ...}}'
         )
     random.Random(source.seed).shuffle(documents)
-    wanted = sum(source.num_sequences)
-    sequences = list(islice(_pack(documents, source, tokenizer), wanted))
-    if len(sequences) < wanted:
-        raise CorpusError(
-            f"{source.data} is too short: {wanted} sequences of {source.sequence_length} tokens are needed,"
-            f" {len(sequences)} were found; give more text, or fewer --sequences, or a smaller --sequence-length"
-        )
-    parts = torch.tensor(sequences, dtype=torch.int64).split(list(source.num_sequences))
-    corpus = Corpus(dict(zip(SPLITS, parts, strict=True)))
-    _refuse_overlap(corpus, source)
+    if any(isinstance(document, ImageDocument) for document in documents):
+        if read_processor is None:
+            raise CorpusError(f"{source.data} holds images, which a model's processor makes tokens of; give text")
+        return _corpus_with_images(documents, source, tokenizer, ImageTokenizer(read_processor(), source.data))
+    parts = _first(_pack(documents, source, tokenizer), source, "a smaller --sequence-length")
+    corpus = Corpus({name: torch.tensor(part, dtype=torch.int64) for name, part in parts.items()})
+    _refuse_overlap({name: ids.numpy().reshape(-1) for name, ids in corpus.splits.items()}, source)
     return corpus
 
 
-def _documents(source: CorpusSource) -> Iterator[Document]:
-    path = DEMO_CORPUS if source.data == DEMO else Path(source.data)
-    try:
-        is_folder, is_file = path.is_dir(), path.is_file()
-    except OSError as error:
-        raise CorpusError(f"cannot read {source.data[:60]}: {error.strerror or error}") from error
-    if is_folder:
-        files = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".md", ".jsonl", ".json")]
-        if not files:
-            raise CorpusError(f"{path} holds no .txt, .md, .jsonl or .json file")
-        for file in files:
-            yield from _file_documents(file, source.text_field)
-    elif is_file:
-        yield from _file_documents(path, source.text_field)
-    elif path.suffix in (".txt", ".md", ".jsonl", ".json") or source.data.startswith((".", "/", "~")):
-        raise CorpusError(f"{source.data} does not exist")
-    else:
-        yield from _dataset_documents(source)
+def _corpus_with_images(
+    documents: Iterable[Document],
+    source: CorpusSource,
+    tokenizer: PreTrainedTokenizerBase,
+    image_tokenizer: ImageTokenizer,
+) -> Corpus:
+    length = source.sequence_length
+    cutter = SequenceCutter(image_tokenizer, length, start_tokens(tokenizer))
+    parts = _first(cutter.cut(documents), source, "another --sequence-length, since images are not cut")
+    _refuse_overlap({name: np.concatenate([run.content for run in part]) for name, part in parts.items()}, source)
+    filling = tokenizer.eos_token_id or 0
+    return Corpus(
+        {name: torch.tensor([run.filled(length, filling) for run in part]) for name, part in parts.items()},
+        {name: tuple(map(image_tokenizer.model_inputs, part)) for name, part in parts.items()},
+    )
 
 
-def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
-    try:
-        if path.suffix not in (".jsonl", ".json"):
-            if (text := path.read_text(encoding=_ENCODING)).strip():
-                yield text
-            return
-        for number, row in _rows(path):
-            yield from _row_document(row, text_field, f"{path}, line {number}")
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a JSON list or of JSON lines, numbered from 1."""
-    if path.suffix == ".json":
-        rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
-        if not isinstance(rows, list):
-            raise CorpusError(f"{path} must hold a JSON list of objects")
-        yield from enumerate(rows, 1)
-        return
-    with path.open(encoding=_ENCODING) as handle:
-        for number, line in enumerate(handle, 1):
-            if line.strip():
-                yield number, _parsed(line.rstrip("\n"), f"{path}, line {number}")
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise CorpusError(f"{where} is not JSON: {error.msg}, {place}") from error
-    except RecursionError as error:
-        raise CorpusError(f"{where} is nested too deeply; a text needs one object, a conversation three") from error
-    except ValueError as error:  # an integer of too many digits, for which Python advises a call
-        raise CorpusError(f"{where} holds an integer of too many digits; give it as a string") from error
-
-
-def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
-    if not isinstance(row, Mapping):
-        raise CorpusError(f"{where}: an object with {text_field!r} or 'messages' is expected, not {type(row).__name__}")
-    if row.get("messages") is not None:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-            raise CorpusError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
-        try:
-            _refuse_surrogates(_plain_text(messages), where)
-        except RecursionError as error:
-            raise CorpusError(f"{where}: 'messages' are nested too deeply") from error
-        yield tuple(messages)
-        return
-    text = row.get(text_field)
-    if not isinstance(text, str):
+def _first(
+    sequences: Iterator[PackedSequence], source: CorpusSource, way_out: str
+) -> dict[SplitName, list[PackedSequence]]:
+    """The first sequences, by split, as many as each is to have; a way out ends the message that there are too few."""
+    wanted = sum(source.num_sequences)
+    found = list(islice(sequences, wanted))
+    if len(found) < wanted:
         raise CorpusError(
-            f"{where}: no text in field {text_field!r} (fields: {sorted(row)}); choose one with --text-field"
+            f"{source.data} is too short: {wanted} sequences of {source.sequence_length} tokens are needed,"
+            f" {len(found)} were found; give more text, or fewer --sequences, or {way_out}"
         )
-    _refuse_surrogates(text, where)
-    if text.strip():
-        yield text
+    left = iter(found)
+    return {name: list(islice(left, count)) for name, count in zip(SPLITS, source.num_sequences, strict=True)}
 
 
-def _refuse_surrogates(text: str, where: str) -> None:
-    """Refuse half of a character, which JSON can spell; a tokenizer has no bytes for it, and a model never reads it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise CorpusError(f"{where}: the text holds the lone surrogate \\u{code:04x}; drop or replace it") from error
-
-
-def _plain_text(messages: Sequence[Message]) -> str:
-    return json.dumps(messages, sort_keys=True, default=str, ensure_ascii=False)
-
-
-def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    name, _, revision = source.data.partition("@")
-    try:
-        rows = datasets.load_dataset(
-            name, source.data_config, split=source.data_split, revision=revision or None, streaming=True
-        ).shuffle(seed=source.seed, buffer_size=10_000)
-        for number, row in enumerate(rows, 1):
-            yield from _row_document(row, source.text_field, f"{source.data}, row {number}")
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CorpusError(f"cannot load data {source.data!r}: no such file, and as a datasets id: {reason}") from error
-
-
-def _without_repeats(documents: list[Document], source: CorpusSource) -> list[Document]:
-    unique: dict[str, Document] = {}
-    for document in documents:
-        text = document if isinstance(document, str) else _plain_text(document)
-        unique.setdefault(" ".join(text.split()), document)
-    repeats = len(documents) - len(unique)
-    if repeats and not source.deduplicate:
-        raise CorpusError(
-            f"{source.data} holds {repeats} repeated documents, which would stand in more than one split;"
-            " drop them with --deduplicate"
-        )
-    return list(unique.values())
-
-
-def _pack(
-    documents: Iterable[Document], source: CorpusSource, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[list[int]]:
+def _pack(documents: Iterable[Any], source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     length = source.sequence_length
     start = start_tokens(tokenizer)
     pending: list[int] = []
@@ -254,7 +191,7 @@ def _pack(
                 pending = start + pending
 
 
-def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase, source: CorpusSource) -> list[int]:
+def _tokens(document: str | tuple[Message, ...], tokenizer: PreTrainedTokenizerBase, source: CorpusSource) -> list[int]:
     if isinstance(document, str):
         ids = tokenizer(document, truncation=False, verbose=False)["input_ids"]
     else:
@@ -277,10 +214,8 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [bos] if bos is not None and ids and ids[0] == bos else []
 
 
-def _refuse_overlap(corpus: Corpus, source: CorpusSource) -> None:
-    seen: dict[SplitName, np.ndarray[Any, np.dtype[np.uint64]]] = {
-        name: np.unique(_window_hashes(ids.numpy().reshape(-1))) for name, ids in corpus.splits.items()
-    }
+def _refuse_overlap(streams: Mapping[SplitName, _Stream], source: CorpusSource) -> None:
+    seen = {name: np.unique(_window_hashes(ids)) for name, ids in streams.items()}
     for first, second in combinations(SPLITS, 2):
         shared = np.intersect1d(seen[first], seen[second], assume_unique=True).size
         share = shared / max(1, min(seen[first].size, seen[second].size))
@@ -291,7 +226,7 @@ def _refuse_overlap(corpus: Corpus, source: CorpusSource) -> None:
             )
 
 
-def _window_hashes(ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _window_hashes(ids: _Stream) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A hash of every window of a split's token stream, which sequences cut but do not break."""
     # A sum of products with odd weights, modulo 2**64: windows that collide would only make splits look more alike.
     tokens = ids.astype(np.uint64)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
-    from kvtuner.calibration.forward.chain import DecoderChain, Trace
+    from kvtuner.calibration.forward.chain import DecoderChain
     from kvtuner.calibration.forward.continuation import Prompt
     from kvtuner.calibration.forward.read_plan import ReadPlan
+    from kvtuner.calibration.forward.trace import Trace
     from kvtuner.calibration.kl import LogitSource
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.run_folder import RunFolder
@@ -252,7 +253,7 @@ class _Measurement:
         def kl_sum(work: tuple[int, Candidate]) -> float | None:
             place, candidate = work
             spec = spec_of(candidate, self.constants, self.options)
-            hook = quantized_attention({candidate.layer: spec}, self.plan)
+            hook = quantized_attention({candidate.layer: spec}, self.batches[place].own_plan(self.plan))
             return self._kl_sum(self.runs[place], candidate.layer, hook)
 
         at_once = num_workers(self.chain.model)
@@ -279,20 +280,20 @@ class _Measurement:
 
     def _run_exactly(self, batch: Batch, kept_limit: int) -> _ExactRun:
         prompt, trace = run_prompt(self.chain, batch, self.plan.split, PROMPT_BYTES)
-        scored = trace.final[:, self.plan.split - prompt.num_tokens :]
+        scored = batch.scored(trace.final, self.plan)
         head = logits_to_compare(self.chain, scored, batch.index)
         return _ExactRun(batch, prompt, trace, head, Reference(head, scored, kept_limit))
 
     def _kl_sum(self, run: _ExactRun, layer: int, hook: AttentionHook) -> float | None:
         """The KL of a run from `layer` on, with attention by `hook`, summed over scored tokens; None if not finite."""
         final = self.chain.run(run.trace.residual[layer], run.trace.calls, run.prompt.before(hook), start=layer)
-        scored = final[:, self.plan.split - run.prompt.num_tokens :]
+        scored = run.batch.scored(final, self.plan)
         kl = float(divergence(run.head, run.reference, scored).sum())
         return kl if math.isfinite(kl) else None
 
     def mean_kl(self) -> dict[Candidate, float]:
         """The mean KL per scored token of every candidate whose KL is finite, summed batch by batch."""
-        num_tokens = sum(len(ids) * (ids.shape[1] - self.plan.split) for ids in (b.input_ids for b in self.batches))
+        num_tokens = sum(len(batch.input_ids) * len(batch.scored_places(self.plan)) for batch in self.batches)
         finite = [candidate for candidate in self.candidates if candidate not in self._broken]
         self._refuse_place_without(finite)
         means = {}

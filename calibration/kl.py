@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 KEPT_BYTES: Final = 1 << 28  # logits of all references of a split
 CACHED_LOGITS: Final = 1 << 17  # logits that a core's cache holds with their temporaries
@@ -34,17 +35,48 @@ class LogitSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """The scores of each scored token, float64 [batch, scored tokens].
+    """The scores of each scored token, float64 [num_sequences, scored tokens].
+
+    Sequences with images may have fewer scored tokens than others: zeros fill their rows of KL and agreement.
 
     Attributes:
         kl: KL(reference || other) of the next-token distribution, nats.
         agree: 1 where both put the same token first.
         nll: -log p(next token) under the other, nats; the last token of a sequence has none (NaN).
+        counts: The scored tokens of each sequence, int64 [num_sequences].
     """
 
     kl: Tensor
     agree: Tensor
     nll: Tensor
+    counts: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenScores]) -> TokenScores:
+        """The scores of several batches."""
+        longest = max(part.kl.shape[1] for part in parts)
+
+        def column(name: str, filling: float) -> Tensor:
+            rows = (getattr(part, name) for part in parts)
+            return torch.cat([pad(row, (0, longest - row.shape[1]), value=filling) for row in rows])
+
+        counts = torch.cat([part.counts for part in parts])
+        return cls(column("kl", 0.0), column("agree", 0.0), column("nll", torch.nan), counts)
+
+    @classmethod
+    def of_kl(cls, kl: Tensor) -> TokenScores:
+        """Scores that have a KL alone, of sequences with as many scored tokens each."""
+        none = torch.full_like(kl, torch.nan)
+        return cls(kl, none, none, torch.full((len(kl),), kl.shape[1]))
+
+    @property
+    def mean_kl(self) -> Tensor:
+        """The mean KL of each sequence's scored tokens, [num_sequences]."""
+        return self.kl.sum(dim=1) / self.counts
+
+    def scored_kl(self) -> Tensor:
+        """The KL of all scored tokens of all sequences, [tokens]."""
+        return self.kl[torch.arange(self.kl.shape[1]) < self.counts.unsqueeze(-1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +146,8 @@ def compare(head: LogitSource, reference: Reference, other: Tensor, next_ids: Te
         agree.append((exact.top == _first_of_largest(logits)).double())
         picked = logits.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1).double()
         nll.append(torch.where(targets >= 0, log_sum - picked, torch.nan))
-    return TokenScores(*(torch.cat(parts).cpu().reshape(other.shape[:2]) for parts in (kl, agree, nll)))
+    kls, agreements, nlls = (torch.cat(parts).cpu().reshape(other.shape[:2]) for parts in (kl, agree, nll))
+    return TokenScores(kls, agreements, nlls, torch.full((other.shape[0],), other.shape[1]))
 
 
 @torch.no_grad()
@@ -173,5 +206,5 @@ def _first_of_largest(logits: Tensor) -> Tensor:
 
 def following(input_ids: Tensor, start: int) -> Tensor:
     """The token after each of the tokens from `start` on, -1 after the last; [batch, tokens - start]."""
-    shifted = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-1)
+    shifted = pad(input_ids[:, 1:], (0, 1), value=-1)
     return shifted[:, start:]

@@ -26,7 +26,7 @@ from kvtuner.supported_models import read_cache_geometry, refuse_other_models
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ModelGeometry
@@ -189,9 +189,12 @@ def auto_class_of(config: PretrainedConfig, name: str) -> Any:
     from transformers.models.auto import modeling_auto
 
     own = getattr(config, "auto_map", None) or {}
+    reader = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    if reader is not None and architecture_of(config) == reader:
+        return AutoModelForImageTextToText
     if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in own:
         return AutoModelForCausalLM
-    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    if reader is not None:
         return AutoModelForImageTextToText
     raise UnsupportedModelError(
         f"{name} is a {config.model_type!r}, which transformers does not load as a decoder of text, alone or beside"
@@ -216,12 +219,36 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
         name = type(model).__name__
         if model._can_set_attn_implementation():
             try:
-                model.set_attn_implementation(register_hook())
+                model.set_attn_implementation(_implementations(model.config, register_hook()))
             except ValueError as error:
                 raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
     if model.config._attn_implementation != register_hook():
         raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no hook")
     return LoadedModel(source, shape, model, tokenizer)
+
+
+def _implementations(config: PretrainedConfig, name: str) -> dict[str, str]:
+    """The attention implementation of that name for a model and its decoder; what reads images keeps its own."""
+    text = config.get_text_config(decoder=True)
+    parts = {part: own for part in config.sub_configs if (own := getattr(config, part, None)) is not None}
+    is_decoder = {part: own.get_text_config(decoder=True) is text for part, own in parts.items()}
+    return {"": name, **{part: name if is_decoder[part] else parts[part]._attn_implementation for part in parts}}
+
+
+def load_processor(source: ModelSource) -> ProcessorMixin:
+    """What makes tokens and pixels of text with images.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    processor = _from_pretrained(AutoProcessor, source)
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        raise UnsupportedModelError(
+            f"{source.model} has no processor of images, but the data holds images; give --data of text alone"
+        )
+    return processor
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -249,9 +276,9 @@ def _from_pretrained(kind: Any, source: ModelSource) -> Any:
 def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
     import torch
 
-    from kvtuner.calibration.forward.streamed_model import load_streamed, refuse_streaming
     from kvtuner.calibration.placement.devices import device_map_of, dtype_of, placement_of
     from kvtuner.calibration.placement.sharded_model import load_sharded, refuse_sharding
+    from kvtuner.calibration.placement.streamed_model import load_streamed, refuse_streaming
 
     if source.stream:
         refuse_streaming(shape.config, source.model)

@@ -114,7 +114,7 @@ def sums_of_batch(chain: DecoderChain, batch: Batch) -> list[LayerSums]:
             sums[layer_id].add(call)
         return attend(call)
 
-    chain.trace(batch.input_ids, batch.position_ids, hook)
+    chain.trace(batch.input_ids, batch.position_ids, hook, images=batch.images)
     return list(sums.values())
 
 

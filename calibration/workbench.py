@@ -11,6 +11,7 @@ from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import Simulator
+from kvtuner.calibration.images.image_check import check_images
 from kvtuner.calibration.isolated_kl import (
     isolated_candidates,
     isolated_sequences,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvtuner.calibration.corpus import Corpus, SplitName
-    from kvtuner.calibration.model_loading import LoadedModel
+    from kvtuner.calibration.model_loading import LoadedModel, ModelSource
     from kvtuner.calibration.sensitivity import LayerConstants
     from kvtuner.read_plan_names import ReadPlanName
 
@@ -80,12 +81,19 @@ class Workbench:
         """Find the model's chain of layers.
 
         Raises:
-            CorpusError: Tokens that the model has no embedding of.
+            CorpusError: Tokens that the model has no embedding of, or images that cannot run as the options say.
             UnsupportedModelError: It has no such chain.
         """
         _refuse_unknown_tokens(loaded, corpus)
+        if corpus.images:
+            _refuse_images(loaded.source, options)
         chain = DecoderChain(loaded.model, loaded.shape.cache)
-        return cls(loaded, chain, corpus, options, loaded.weights_sha256)
+        bench = cls(loaded, chain, corpus, options, loaded.weights_sha256)
+        for batch in bench.batches("calibrate"):
+            if batch.images is not None and batch.images.spans:
+                check_images(chain, batch, batch.images)
+                break
+        return bench
 
     @property
     def plan(self) -> ReadPlan:
@@ -101,6 +109,7 @@ class Workbench:
             seed=self.options.seed * 1000 + _SPLIT_SEEDS[split],
             batch_size=self.options.batch_size,
             device=self.chain.input_device,
+            images=self.corpus.images.get(split, ()),
         )
 
     def simulator(self, split: SplitName, offsets: Offsets = "random", *, reuse: bool = False) -> Simulator:
@@ -163,12 +172,20 @@ class Workbench:
 
 def _refuse_unknown_tokens(loaded: LoadedModel, corpus: Corpus) -> None:
     rows = next(iter(loaded.model.get_input_embeddings().parameters())).shape[0]
-    largest = max(int(ids.max()) for ids in corpus.splits.values())
+    largest = max(int(ids[~corpus.in_images(name)].max()) for name, ids in corpus.splits.items())
     if largest >= rows:
         raise CorpusError(
             f"token ids must be below the {rows} embedding rows of {loaded.source.name}, but its tokenizer gives"
             f" {largest}; use the tokenizer that belongs to the model, or resize the model's embeddings to it"
         )
+
+
+def _refuse_images(source: ModelSource, options: CalibrationOptions) -> None:
+    """Refuse what runs on text alone, by its flag."""
+    flags = {"--stream": source.stream, "--tp": source.ranks > 1, "--batch-size": options.batch_size > 1}
+    for flag, is_given in flags.items():
+        if is_given:
+            raise CorpusError(f"{flag} runs on text alone, but the data holds images; leave it out, or give text")
 
 
 def measure_table(

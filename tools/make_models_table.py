@@ -69,6 +69,15 @@ def served() -> dict[str, str]:
     return kinds
 
 
+@cache
+def read() -> set[str]:
+    """The kinds of models that tests calibrate on images."""
+    import transformers
+
+    readers = import_module("tiny.image_readers").READERS
+    return {getattr(transformers, f"{prefix}Config").model_type for prefix in readers}
+
+
 def rows() -> Iterator[tuple[str, str, str, str, str]]:
     """The kind of each model, and its cells: search, transformers host, SGLang on a processor, Triton."""
     from transformers.models.auto import modeling_auto
@@ -89,6 +98,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         host = "refused: it takes its own cache alone" if name in NO_CACHE_OF_OURS else search
         if tests.get(name) in CHAINS:
             host = "by its configuration"
+        search += ", images too" if name in read() else ""
         server = search if is_refused else _served(name, config, classes.get(name))
         triton = "-" if server.startswith("refused") else _triton(config)
         yield name, search, host, server, triton

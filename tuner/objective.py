@@ -184,7 +184,7 @@ class MeasuredKL:
                 layer: self._spec(layer, PrecisionPair.parse(pair), *transforms)
                 for layer, (pair, *transforms) in zip(self._table.geometry.ids, _parts_of(key), strict=True)
             }
-            kls: list[float] = self._simulator.measure(specs, places=places).kl.mean(dim=1).tolist()
+            kls: list[float] = self._simulator.measure(specs, places=places).mean_kl.tolist()
             records = []
             for place in places:
                 own = [kls.pop(0) for _ in self._simulator.batches[place].input_ids]

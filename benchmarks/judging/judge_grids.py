@@ -185,7 +185,7 @@ class Judge:
             layers.append(self._layer(sides))
         name = " ".join(f"{place}:{item.family}:{item.name}" for place, item in chosen.items())
         specs = dict(enumerate(layers))
-        return cast("list[float]", self._once(name, lambda: self.whole.measure(specs).kl.mean(1).tolist()))
+        return cast("list[float]", self._once(name, lambda: self.whole.measure(specs).mean_kl.tolist()))
 
     def _layer(self, sides: dict[str, Storage]) -> LayerSpec:
         # A simulation asks of a storage no more than `simulate`.

@@ -92,7 +92,7 @@ class SearchJudge:
         """The KL per token of each sequence, measured once under that name."""
         key = f"{split} {offsets} {name}"
         if key not in self.known:
-            self.known[key] = self.simulator(split, offsets).measure(specs).kl.mean(dim=1).tolist()
+            self.known[key] = self.simulator(split, offsets).measure(specs).mean_kl.tolist()
             self.journal.write_text(json.dumps(self.known))
         return self.known[key]
 
@@ -224,7 +224,7 @@ class SearchJudge:
         for together in (False, True):
             refined, kept = refined_constants(self.bench, table, configuration, together=together)
             specs = self.specs(configuration, replace(table, constants=refined))
-            parts = [self.simulator("report", o).measure(specs).kl.mean(dim=1).numpy() for o in OFFSETS]
+            parts = [self.simulator("report", o).measure(specs).mean_kl.numpy() for o in OFFSETS]
             after = np.mean(parts, axis=0)
             share = after.mean() / before.mean()
             error = (after - share * before).std(ddof=1) / len(after) ** 0.5 / before.mean()

@@ -20,7 +20,7 @@ from kvtuner.quant import QuantSpec, Transform, hadamard
 from kvtuner.tuner.objective import layer_specs
 
 if TYPE_CHECKING:
-    from kvtuner.calibration.forward.chain import Trace
+    from kvtuner.calibration.forward.trace import Trace
     from kvtuner.calibration.sensitivity import LayerConstants, SensitivityTable
     from kvtuner.calibration.workbench import Workbench
     from kvtuner.search_spaces.space import Configuration

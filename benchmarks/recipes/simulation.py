@@ -41,7 +41,7 @@ def measure(simulator: Simulator, layers: Sequence[StoredLayer]) -> TokenScores:
         return compare(simulator.chain, item.reference, late, following(item.batch.input_ids, simulator.plan.split))
 
     parts = list(run_in_parallel(score, simulator.prepare(), num_workers(simulator.chain.model)))
-    return TokenScores(*(torch.cat([getattr(part, name) for part in parts]) for name in ("kl", "agree", "nll")))
+    return TokenScores.joined(parts)
 
 
 def recipe_attention(layers: Sequence[StoredLayer], split: int) -> AttentionHook:

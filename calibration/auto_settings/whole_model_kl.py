@@ -50,7 +50,7 @@ class WholeModelKL:
                 for side in ("k", "v")
             )
             specs[layer] = LayerSpec(keys, values, quant.window)
-        return [finite_or_none(kl) for kl in simulator.measure(specs).kl.mean(dim=1).tolist()]
+        return [finite_or_none(kl) for kl in simulator.measure(specs).mean_kl.tolist()]
 
 
 def mean_over_sequences(kls: Sequence[float | None]) -> float:

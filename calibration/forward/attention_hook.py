@@ -1,8 +1,8 @@
 """The attention hook: a function that transformers calls with the post-RoPE q, k, v of every layer.
 
 Registered with AttentionInterface and AttentionMaskInterface, so no model code is patched. Sequences are never padded:
-attention is causal, and in place of a mask a layer with a window is given what a query sees. Knows nothing of
-quantization.
+attention is causal, and in place of a mask a layer with a window, or one that lets images see all of themselves, is
+given what a query sees. Knows nothing of quantization.
 """
 
 from __future__ import annotations
@@ -47,9 +47,20 @@ def register_hook() -> str:
     return IMPLEMENTATION
 
 
-def _mask(*_: Any, local_size: int | None = None, mask_function: Any = None, **__: Any) -> SeenTokens | None:
-    """What a query sees, in a layer with a window or chunks; None where it sees all tokens before it."""
-    return None if local_size is None else SeenTokens(local_size, mask_function)
+def _mask(
+    *_: Any,
+    kv_length: int,
+    mask_function: Any,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **__: Any,
+) -> SeenTokens | None:
+    """What a query sees, in a layer with a window or chunks, or beside images; None where that is all before it."""
+    from transformers.masking_utils import causal_mask_function
+
+    if local_size is None and mask_function is causal_mask_function:
+        return None
+    return SeenTokens.of(mask_function, kv_length, torch.device(device), size=local_size)
 
 
 def _attention(

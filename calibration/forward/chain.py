@@ -7,8 +7,7 @@ such a chain is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +19,18 @@ from kvtuner.calibration.forward.finite_check import check_finite, check_residua
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.forward.streamed_layers import on_disk, streamed_layers_of
+from kvtuner.calibration.forward.trace import (
+    ForwardCount,
+    LayerCall,
+    Trace,
+    added_between,
+    is_close,
+    is_same,
+    refusing_model,
+)
+from kvtuner.calibration.images.decoder_with_images import run_decoder
 from kvtuner.calibration.placement.sharded_weights import logits_of_tokens
-from kvtuner.errors import KVTunerError, NonFiniteActivationError, UnsupportedModelError
+from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
 from kvtuner.layer_ranges import write_layers
@@ -32,54 +41,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from kvtuner.calibration.images.sequence_images import SequenceImages
+
 LOGITS_IN_FLIGHT = 1 << 23  # 32 MiB of float32, of which a comparison holds several
 MAX_LOGIT_ROWS = 128  # of a small vocabulary: what is done to logits then stays in a core's cache
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCall:
-    """Everything a layer was called with but its hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """One forward pass of one batch, kept at layer boundaries.
-
-    It holds the input of every layer, [batch, tokens, hidden_size] each, the rest of every layer's arguments, and the
-    final hidden states after the last norm, [batch, tokens, hidden_size].
-    """
-
-    residual: Sequence[Tensor]
-    calls: Sequence[LayerCall]
-    final: Tensor
-
-    def check_finite(self) -> None:
-        """Check the final hidden states, which show all that goes wrong on the way; one reduction if nothing did.
-
-        Raises:
-            NonFiniteActivationError: NaN or infinity; names the first layer that gave any.
-        """
-        if not bool(torch.isfinite(self.final).all()):
-            check_residual(self.residual)
-            check_finite(len(self.residual) - 1, outputs=self.final)
-
-
-@dataclass
-class ForwardCount:
-    """The work done, in layers and tokens; several threads may add to it."""
-
-    layer_tokens: int = 0
-    backward_layer_tokens: int = 0
-    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
-
-    def add(self, layer_tokens: int = 0, backward_layer_tokens: int = 0) -> None:
-        """Count work."""
-        with self._lock:
-            self.layer_tokens += layer_tokens
-            self.backward_layer_tokens += backward_layer_tokens
 
 
 class DecoderChain:
@@ -113,13 +78,8 @@ class DecoderChain:
             raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
         self.head: nn.Module = head
         self._norm: nn.Module | None = None
-        try:
+        with refusing_model(self.name, "layer by layer"):
             self._check_on_probe()
-        except KVTunerError:
-            raise
-        except Exception as error:  # a model's own code raises anything where it meets what it does not expect
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise UnsupportedModelError(f"{self.name} cannot be run layer by layer: {reason}") from error
 
     @property
     def input_device(self) -> torch.device:
@@ -127,7 +87,14 @@ class DecoderChain:
         return next(iter(self.model.get_input_embeddings().parameters())).device
 
     @torch.no_grad()
-    def trace(self, input_ids: Tensor, position_ids: Tensor, hook: AttentionHook | None = None) -> Trace:
+    def trace(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hook: AttentionHook | None = None,
+        *,
+        images: SequenceImages | None = None,
+    ) -> Trace:
         """Run the whole decoder once, keeping the residual stream; ids and positions are [batch, tokens].
 
         Raises:
@@ -135,6 +102,7 @@ class DecoderChain:
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
+        outputs: list[Tensor] = []
         thread = get_ident()
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -147,13 +115,19 @@ class DecoderChain:
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             hidden = args[0] if args else kwargs["hidden_states"]
             residual.append(hidden if self._streamed is None else on_disk(hidden))
-            calls.append(LayerCall(args[1:], rest))
+            calls.append(LayerCall(args[1:], rest, added_between(outputs[-1], hidden) if outputs else None))
             return (args, kwargs) if is_latent else None
 
+        def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+            if get_ident() == thread:
+                outputs[:] = [_first(output)]
+
         handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
+        if images is not None:
+            handles += [layer.register_forward_hook(keep_output) for layer in self.layers]
         try:
             with hooked(hook):
-                output = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+                final = run_decoder(self.model, self.decoder, input_ids, position_ids, images)
         except NonFiniteActivationError:
             check_residual(residual)  # a layer that was given NaN is not the one that made it
             raise
@@ -161,7 +135,7 @@ class DecoderChain:
             for handle in handles:
                 handle.remove()
         self.count.add(input_ids.numel() * len(self.layers))
-        return Trace(residual, calls, output.last_hidden_state)
+        return Trace(residual, calls, final)
 
     @torch.no_grad()
     def run(
@@ -179,6 +153,8 @@ class DecoderChain:
         """
         with hooked(hook):
             for layer_id in range(start, len(self.layers)):
+                if layer_id > start:
+                    hidden = calls[layer_id].input_after(hidden)
                 if on_input is not None:
                     on_input(layer_id, hidden)
                 hidden = self.run_layer(layer_id, hidden, calls[layer_id])
@@ -190,9 +166,7 @@ class DecoderChain:
             hidden = hidden.to(self._streamed.device)
         output = self.layers[layer_id](hidden, *call.args, **call.kwargs)
         self.count.add(hidden.shape[0] * hidden.shape[1])
-        result = output[0] if isinstance(output, tuple) else output
-        assert isinstance(result, Tensor)
-        return result
+        return _first(output)
 
     def run_layer_exactly(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer with unquantized attention."""
@@ -263,18 +237,18 @@ class DecoderChain:
         for layer_id, output in enumerate(outputs):
             check_finite(layer_id, outputs=output)
         for layer_id in range(1, len(self.layers)):
-            if not _is_same(trace.residual[layer_id], outputs[layer_id - 1]):
+            if not is_same(trace.residual[layer_id], outputs[layer_id - 1]):
                 raise UnsupportedModelError(
                     f"{self.name}: layer {layer_id} does not read layer {layer_id - 1}'s output alone;"
                     " only plain chains of decoder layers are supported"
                 )
         with torch.no_grad():
             replayed = self.run(trace.residual[0], trace.calls)
-            if not _is_close(replayed, trace.final):
+            if not is_close(replayed, trace.final):
                 raise UnsupportedModelError(f"{self.name}: running its layers one by one gives another result")
             with hooked(None):
                 whole = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        if not _is_close(self.logits(trace.final).to(whole.dtype), whole):
+        if not is_close(self.logits(trace.final).to(whole.dtype), whole):
             raise UnsupportedModelError(f"{self.name}: its logits are not the output embeddings of its hidden states")
 
     def _watch(self, run: Callable[[], Trace]) -> tuple[Trace, list[Tensor], nn.Module | None]:
@@ -283,7 +257,7 @@ class DecoderChain:
         candidates: list[tuple[nn.Module, Tensor]] = []
 
         def after_layer(module: nn.Module, args: Any, output: Any) -> None:
-            outputs.append(output[0] if isinstance(output, tuple) else output)
+            outputs.append(_first(output))
 
         def after_child(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
@@ -296,7 +270,7 @@ class DecoderChain:
         finally:
             for handle in handles:
                 handle.remove()
-        norms = [m for m, x in candidates if x.shape == outputs[-1].shape and _is_same(x, outputs[-1])]
+        norms = [m for m, x in candidates if x.shape == outputs[-1].shape and is_same(x, outputs[-1])]
         return trace, outputs, norms[-1] if norms else None
 
     def _check_attention(self, calls: list[tuple[int, AttentionCall]]) -> None:
@@ -333,15 +307,8 @@ class DecoderChain:
         self.elements_per_token += sum(layer.num_elements for layer in layers)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, maybe on two devices, are equal element by element; NaN equals NaN."""
-    return torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
-
-
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal up to the order of a sum, which some kernels (experts on a GPU) do not keep."""
-    if not bool(torch.isfinite(expected).all()):
-        return True  # the statistics pass names the layer
-    tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2
-    difference = (actual.to(expected.device, torch.float32) - expected.to(torch.float32)).abs().max()
-    return bool(difference <= tolerance * expected.abs().max().to(torch.float32).clamp_min(1e-6))
+def _first(output: Any) -> Tensor:
+    """A layer's hidden states, which some layers give beside others."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    assert isinstance(hidden, Tensor)
+    return hidden

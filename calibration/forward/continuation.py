@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
-    from kvtuner.calibration.forward.chain import DecoderChain, Trace
+    from kvtuner.calibration.forward.chain import DecoderChain
     from kvtuner.calibration.forward.latents import LatentRows
+    from kvtuner.calibration.forward.trace import Trace
 
 PROMPT_BYTES = 1 << 30
 TOLERANCE = 0.05  # of the norm of final hidden states
@@ -75,9 +76,9 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
     """Run a batch exactly, keep its first `split` tokens, and trace the others after them.
 
     Nothing is kept, and all tokens are traced, where the keys and values would take more than `limit` bytes, where
-    layers have a state besides them, and where tokens run otherwise after a prompt than with it: another shape of a
-    matrix product rounds otherwise, which adds up in many layers of bfloat16. All results are right; whole sequences
-    take longer.
+    layers have a state besides them, where there are images, which models take with whole sequences alone, and where
+    tokens run otherwise after a prompt than with it: another shape of a matrix product rounds otherwise, which adds up
+    in many layers of bfloat16. All results are right; whole sequences take longer.
 
     Returns:
         The prompt, and the trace of the tokens that are not in it: [batch, tokens - prompt.num_tokens, hidden_size].
@@ -85,8 +86,8 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
     Raises:
         NonFiniteActivationError: NaN or infinity; names the layer.
     """
-    if split == 0 or chain.has_states or prompt_bytes(chain, batch, split) > limit:
-        trace = chain.trace(batch.input_ids, batch.position_ids)
+    if split == 0 or chain.has_states or batch.images is not None or prompt_bytes(chain, batch, split) > limit:
+        trace = chain.trace(batch.input_ids, batch.position_ids, images=batch.images)
         trace.check_finite()
         return NO_PROMPT, trace
     k: dict[int, Tensor] = {}

@@ -60,7 +60,8 @@ class AttentionCall:
         q: The queries [batch, num_heads, rows, head_dim] of the last tokens, usually of all.
         k: The keys [batch, num_kv_heads, tokens, head_dim].
         v: The values [batch, num_kv_heads, tokens, v_head_dim].
-        seen: The tokens that a query sees where the layer has a window; None where it sees all before it.
+        seen: The tokens that a query sees where the layer has a window, or where images see all of themselves; None
+            where it sees all before it.
         sinks: The score of each query head that takes part in its softmax as one more token without a value,
             [num_heads]; None where there are no such attention sinks.
         latent: The latents that keys and values were made of; None where keys and values are cached themselves.
@@ -82,13 +83,28 @@ class AttentionCall:
 
     def hidden(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Whether each of `tokens` is hidden from the query of each token in `rows`, bool [rows, tokens]."""
-        hidden, window = tokens > rows.unsqueeze(-1), self.window
-        return hidden if window is None else hidden | ~window.seen(rows, tokens)
+        own = self.own_seen
+        return tokens > rows.unsqueeze(-1) if own is None else ~own.seen(rows, tokens)
 
     @property
-    def window(self) -> SeenTokens | None:
-        """The tokens that a query sees where it does not see all before it."""
-        return None if self.seen is None or self.seen.size >= self.k.shape[2] else self.seen
+    def own_seen(self) -> SeenTokens | None:
+        """The tokens that a query sees where they are not all before it and no other."""
+        seen = self.seen
+        return None if seen is None or (seen.size >= self.k.shape[2] and seen.ends is None) else seen
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a token after its own."""
+        return self.seen is None or self.seen.ends is None
+
+    def ends(self, rows: Tensor) -> Tensor:
+        """The number of first tokens that hold all that the query of each token in `rows` and those before it see."""
+        ends = None if self.seen is None else self.seen.ends
+        return rows + 1 if ends is None else ends[rows].clamp(max=self.k.shape[2])
+
+    def end(self, row: int) -> int:
+        """The `ends` of one row."""
+        return row + 1 if self.is_causal else int(self.ends(torch.tensor(row)))
 
     @property
     def first(self) -> int:
@@ -120,7 +136,7 @@ def attention_scores(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
 def causal_softmax(call: AttentionCall, scores: Tensor, rows: Tensor) -> Tensor:
     """Probabilities of scores [..., num_kv_heads, group, rows, tokens], which are overwritten.
 
-    A row sees no token after its own, nor one outside of the call's window.
+    A row sees what the call says: no token after its own but of its image, nor one outside of a window.
     """
     hidden = call.hidden(rows, torch.arange(scores.shape[-1], device=rows.device))
     # Adding -inf where it is hidden: several times faster than masked_fill_ on a CPU.
@@ -166,19 +182,20 @@ def attend(
         late = torch.arange(start, k.shape[2], device=k.device)
         weights = probabilities(call, call.grouped_query(late - call.first), k.to(torch.float32), late)
         return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(dtype)
-    if start == 0 and call.window is None:
+    if start == 0 and call.own_seen is None:
         return _attend_rows(call, k, v, slice(None), None)
     tokens, blocks = k.shape[2], []
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
+        end = call.end(last - 1)
         # What is added to the scores: attention on a CPU would have to make it of a mask of booleans.
-        if call.window is not None:
-            places = torch.arange(last, device=k.device)
-            mask = _additive(call.hidden(places[first:], places), dtype)
+        if call.own_seen is not None:
+            places = torch.arange(end, device=k.device)
+            mask = _additive(call.hidden(places[first:last], places), dtype)
         else:
             mask = torch.full((last - first, last), float("-inf"), dtype=dtype, device=k.device).triu_(first + 1)
         rows = slice(first - call.first, last - call.first)
-        blocks.append(_attend_rows(call, k[:, :, :last], v[:, :, :last], rows, mask))
+        blocks.append(_attend_rows(call, k[:, :, :end], v[:, :, :end], rows, mask))
     return torch.cat(blocks, dim=2)
 
 
@@ -197,6 +214,8 @@ def _attend_rows(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: T
 def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: ExactWindow, *, start: int) -> Tensor:
     """Attention of the tokens from `start` on that read `k` and `v`, but the window's tokens from the call's own.
 
+    Tokens after a query's own, of its image, are as exact as its own.
+
     A block of rows reads two runs of keys in one softmax, under a mask that lets a row see each token once: those that
     any of its rows reads back, then those that any reads exactly. Both are little longer than the keys themselves.
 
@@ -207,37 +226,44 @@ def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: Exac
     mask_dtype = dtype if call.is_plain else torch.float32
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
-        read, *exact = _runs(window, first, last)
+        end = call.end(last - 1)
+        read, *exact = _runs(window, first, last, end)
         block_k = torch.cat((k[:, :, read], *(call.k[:, :, run] for run in exact)), dim=2)
         block_v = torch.cat((v[:, :, read], *(call.v[:, :, run] for run in exact)), dim=2)
         block = slice(first - call.first, last - call.first)
-        mask = _mask_beside_window(window, first, last, mask_dtype, k.device)
-        if call.window is not None:
-            places = torch.arange(last, device=k.device)
+        mask = _mask_beside_window(window, first, last, end, call.is_causal, mask_dtype, k.device)
+        if call.own_seen is not None:
+            places = torch.arange(end, device=k.device)
             at = torch.cat([places[run] for run in (read, *exact)])
-            mask = mask + _additive(call.hidden(places[first:], at), mask_dtype)
+            mask = mask + _additive(call.hidden(places[first:last], at), mask_dtype)
         blocks.append(_attend_masked(call, block_k, block_v, block, mask))
     return torch.cat(blocks, dim=2)
 
 
-def _runs(window: ExactWindow, first: int, last: int) -> tuple[slice, slice, slice]:
-    """The keys of a block of rows: those that any row reads back, then the sinks and the last ones that any reads."""
+def _runs(window: ExactWindow, first: int, last: int, end: int) -> tuple[slice, slice, slice]:
+    """The keys of a block of rows: those that any row reads back, then the sinks and the last ones that any reads.
+
+    The rows see none from `end` on.
+    """
     # Tokens from `packed` on are exact to all rows, and those before `near` but the sinks to none.
     packed, near = max(last - window.residual_length, 0), max(first + 1 - window.residual_length, 0)
-    return slice(window.sinks, packed), slice(0, min(window.sinks, near)), slice(near, last)
+    return slice(window.sinks, packed), slice(0, min(window.sinks, near)), slice(near, end)
 
 
 # All layers of all sequences of one length ask for the same few masks; of long sequences they would take too much.
 @lru_cache(maxsize=8)
-def _mask_beside_window(window: ExactWindow, first: int, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _mask_beside_window(
+    window: ExactWindow, first: int, last: int, end: int, is_causal: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """What is added to the scores of a block of rows over the keys of its `_runs`, [rows, keys]."""
     with torch.inference_mode(False):  # whoever asks next may need gradients
-        rows, places = torch.arange(first, last, device=device), torch.arange(last, device=device)
-        read, *runs = (places[run] for run in _runs(window, first, last))
+        rows, places = torch.arange(first, last, device=device), torch.arange(end, device=device)
+        read, *runs = (places[run] for run in _runs(window, first, last, end))
         exact = torch.cat(runs)
-        hidden_of_read = (read > rows.unsqueeze(-1)) | reads_exactly(window, rows, read)
-        hidden_of_exact = (exact > rows.unsqueeze(-1)) | ~reads_exactly(window, rows, exact)
-        return _additive(torch.cat((hidden_of_read, hidden_of_exact), dim=-1), dtype)
+        hidden = torch.cat((reads_exactly(window, rows, read), ~reads_exactly(window, rows, exact)), dim=-1)
+        if is_causal:
+            hidden |= torch.cat((read, exact)) > rows.unsqueeze(-1)
+        return _additive(hidden, dtype)
 
 
 def _attend_masked(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The earlier tokens that a query sees where it does not see all of them. Knows nothing of attention or of models."""
+"""The tokens that a query sees where they are not all before it and no other. Knows nothing of attention or models."""
 
 from __future__ import annotations
 
@@ -14,18 +14,42 @@ if TYPE_CHECKING:
 
     SeenFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+COUNTED_ROWS = 512  # of a mask, at a time
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """The tokens of a window or of a chunk, by transformers' own mask function.
+    """The tokens of a window, of a chunk, or of images that see all of themselves, by transformers' own mask function.
 
     Attributes:
-        size: The tokens that a query sees at most; a sequence of no more tokens is seen as a whole.
+        size: The tokens up to its own that a query sees at most; a sequence of no more tokens is seen as a whole.
         function: The function of batch, head, query and token, all counted from 0, that says what is seen.
+        ends: The number of first tokens that hold all that a query and those before it see, of each query, int64
+            [tokens] on the CPU, where queries see tokens after their own; None where none does.
     """
 
     size: int
     function: SeenFunction
+    ends: Tensor | None = None
+
+    @classmethod
+    def of(cls, function: SeenFunction, num_tokens: int, device: torch.device, size: int | None = None) -> SeenTokens:
+        """The tokens that a function gives in a sequence, counted where no size is known.
+
+        A run of tokens that each see the next one sees all of itself.
+        """
+        places = torch.arange(num_tokens, device=device)
+        if size is None:
+            everything = cls(num_tokens, function)
+            rows = places.split(COUNTED_ROWS)
+            size = max(int(everything.seen(r, places[: r[-1] + 1]).tril(int(r[0])).sum(dim=-1).max()) for r in rows)
+        first = torch.zeros((), dtype=torch.int64, device=device)
+        sees_next = function(first, first, places[:-1], places[1:]).bool().cpu()
+        if not bool(sees_next.any()):
+            return cls(size, function)
+        last_of_runs = torch.cat((~sees_next, torch.ones(1, dtype=torch.bool))).nonzero().squeeze(-1)
+        ends = last_of_runs[torch.searchsorted(last_of_runs, torch.arange(num_tokens))] + 1
+        return cls(size, function, ends)
 
     def seen(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Whether the query of each token in `rows` sees each of `tokens`, bool [rows, tokens]."""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
-    from kvtuner.calibration.forward.chain import DecoderChain, LayerCall
+    from kvtuner.calibration.forward.chain import DecoderChain
+    from kvtuner.calibration.forward.trace import LayerCall
     from kvtuner.calibration.kl import LogitSource
     from kvtuner.quant import QuantSpec
 
@@ -86,7 +87,7 @@ class PreparedBatch:
         embedded: The input of the first layer for the other tokens, [batch, rows, hidden_size].
         calls: The other arguments of the layers, which share one call's tensors.
         head: The logits over which runs are compared.
-        reference: The exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
+        reference: The exact final hidden states of the scored tokens, [batch, scored tokens, hidden_size].
         shared: The outputs of first layers that configurations may share.
     """
 
@@ -154,7 +155,7 @@ class Simulator:
         # Whether a prompt is kept, which rounds otherwise, must not depend on what else was prepared.
         before = sum(prompt_bytes(self.chain, other, split) for other in self.batches[:place])
         prompt, trace = run_prompt(self.chain, batch, split, PROMPT_BYTES - before)
-        final = trace.final[:, split - prompt.num_tokens :].clone()
+        final = batch.scored(trace.final, self.plan).clone()
         head = logits_to_compare(self.chain, final, batch.index) if self._estimates else self.chain
         reference, shared = Reference(head, final, self._kept_limit), SharedLayers(self._reuse_limit)
         return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, head, reference, shared)
@@ -166,7 +167,7 @@ class Simulator:
         *,
         places: Sequence[int] | None = None,
     ) -> TokenScores:
-        """Scores of the sequences of all batches, or of those at some places, [num_sequences, scored tokens].
+        """Scores of the sequences of all batches, or of those at some places.
 
         Layers that are not in `specs` stay exact. `on_batch` is called with the number of tokens after each batch.
         """
@@ -175,9 +176,9 @@ class Simulator:
         def score(item: PreparedBatch) -> TokenScores:
             final = self._final(item, layers)
             if item.head is not self.chain:
-                kl = divergence(item.head, item.reference, final)
-                return TokenScores(kl, torch.full_like(kl, torch.nan), torch.full_like(kl, torch.nan))
-            return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
+                return TokenScores.of_kl(divergence(item.head, item.reference, final))
+            next_ids = item.batch.scored(following(item.batch.input_ids, 0), self.plan)
+            return compare(self.chain, item.reference, final, next_ids)
 
         parts = []
         items = self.prepare(places)
@@ -185,11 +186,7 @@ class Simulator:
             parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)
-        return TokenScores(
-            torch.cat([part.kl for part in parts]),
-            torch.cat([part.agree for part in parts]),
-            torch.cat([part.nll for part in parts]),
-        )
+        return TokenScores.joined(parts)
 
     def broken_layer(self, specs: Mapping[int, LayerSpec], *, places: Sequence[int] | None = None) -> int | None:
         """The first layer that puts out NaN or infinity, None if none does; runs all layers for it."""
@@ -200,16 +197,16 @@ class Simulator:
                 broken.append(layer_id - 1)
 
         for item in self.prepare(places):
-            hook = item.prompt.before(quantized_attention(specs, self.plan))
+            hook = item.prompt.before(quantized_attention(specs, item.batch.own_plan(self.plan)))
             final = self.chain.run(item.embedded, item.calls, hook, on_input=look)
             look(len(self.chain.layers), final)
         return min(broken, default=None)
 
     def _final(self, item: PreparedBatch, layers: Sequence[LayerSpec | None]) -> Tensor:
-        """Final hidden states of the scored tokens, [batch, tokens - split, hidden_size]."""
+        """Final hidden states of the scored tokens, [batch, scored tokens, hidden_size]."""
         if all(spec is None or spec.is_exact for spec in layers):
             return item.reference.final
-        hook = item.prompt.before(quantized_attention(dict(enumerate(layers)), self.plan))
+        hook = item.prompt.before(quantized_attention(dict(enumerate(layers)), item.batch.own_plan(self.plan)))
         start, hidden = item.shared.longest(layers)
         hidden = item.embedded if hidden is None else hidden
         inputs: dict[int, Tensor] = {}
@@ -221,8 +218,9 @@ class Simulator:
 
         final = self.chain.run(hidden, item.calls, hook, start=start, on_input=keep)
         item.shared.keep(layers, inputs)
-        return final[:, self.plan.split - item.prompt.num_tokens :]
+        return item.batch.scored(final, self.plan)
 
     def kl(self, specs: Mapping[int, LayerSpec]) -> float:
         """Mean KL per scored token, nats."""
-        return float(self.measure(specs).kl.mean())
+        scores = self.measure(specs)
+        return float(scores.kl.sum() / scores.counts.sum())

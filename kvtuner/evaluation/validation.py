@@ -52,14 +52,14 @@ class SequenceSums:
 
     @classmethod
     def of(cls, scores: TokenScores) -> SequenceSums:
-        """Sum token scores, [num_sequences, scored tokens], over tokens."""
+        """Sum token scores over tokens."""
         return cls(
             kl=tuple(scores.kl.sum(dim=1).tolist()),
             agree=tuple(scores.agree.sum(dim=1).tolist()),
             nll=tuple(scores.nll.nan_to_num().sum(dim=1).tolist()),
-            count=(scores.kl.shape[1],) * scores.kl.shape[0],
+            count=tuple(scores.counts.tolist()),
             nll_count=tuple((~scores.nll.isnan()).sum(dim=1).tolist()),
-            kl_p99=float(np.quantile(scores.kl.numpy(), 0.99, method="inverted_cdf")),  # the KL of a token
+            kl_p99=float(np.quantile(scores.scored_kl().numpy(), 0.99, method="inverted_cdf")),  # the KL of a token
         )
 
     def means(self, measure: Measure) -> MeanScores:

@@ -45,6 +45,7 @@ class BenchSession:
         self._model, self._options, self._flags_of_all = model, model.options, flags
         self._urls, self._folder = model.urls, model.folder
         self._is_derived = any(mismatch.kind in DERIVED for mismatch in model.mismatches)
+        model.corpus.refuse_images("benchmarks")
         self._stream = [token for split in model.corpus.splits.values() for token in split.flatten().tolist()]
         prompt_seed = f"{model.seed} {sha256_of(model.corpus.hashes())}"
         self._work = BenchWork(self._folder, model.options.loads, self._stream, prompt_seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kvtuner.calibration.corpus import Corpus, CorpusSource, load_corpus
-from kvtuner.calibration.model_loading import ModelShape, ModelSource, load_tokenizer, read_shape
+from kvtuner.calibration.model_loading import ModelShape, ModelSource, load_processor, load_tokenizer, read_shape
 from kvtuner.errors import CorpusError, OptionError, ProfileError
 from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models, refuse
@@ -109,7 +109,7 @@ class ProfiledModel(Generic[MeasuringOptions]):
     @cached_property
     def corpus(self) -> Corpus:
         """The text, loaded where it is first needed: what nobody can measure is refused before it is fetched."""
-        return load_corpus(self.corpus_source, self.tokenizer)
+        return load_corpus(self.corpus_source, self.tokenizer, lambda: load_processor(self.source))
 
 
 def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: int) -> list[Mismatch]:

@@ -11,6 +11,7 @@ import torch
 
 from kvtuner.calibration import corpus as corpus_module
 from kvtuner.calibration.corpus import SPLITS, Corpus, CorpusSource, load_corpus
+from kvtuner.calibration.documents.reading import documents_of
 from kvtuner.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_every_kind_of_file_gives_the_same_documents(texts: list[str], tokenizer
     assert wanted == (3, LENGTH)
     read = {}
     for name, path in (("lines", lines), ("list", tmp_path / "list.json"), ("folder", folder)):
-        documents = list(corpus_module._documents(source(path)))
+        documents = list(documents_of(source(path)))
         read[name] = sorted(sentence for text in documents for sentence in text.split(". "))
     assert read == {"lines": expected, "list": expected, "folder": expected}
 

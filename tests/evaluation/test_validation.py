@@ -28,7 +28,8 @@ def validator(folder: RunFolder, kl: torch.Tensor, asked: list[str]) -> Validato
     """One whose simulator gives these divergences, [num_sequences, tokens]; `asked` collects the offsets."""
     nll = torch.ones_like(kl)
     nll[:, -1] = torch.nan  # the last token has no next one
-    simulator = SimpleNamespace(measure=lambda specs: TokenScores(kl, torch.ones_like(kl), nll))
+    counts = torch.full((len(kl),), kl.shape[1])
+    simulator = SimpleNamespace(measure=lambda specs: TokenScores(kl, torch.ones_like(kl), nll, counts))
 
     def simulate(split: str, offsets: str) -> Any:
         assert split == "report"
@@ -52,7 +53,7 @@ def test_sums_are_of_sequences_and_quantiles_of_tokens() -> None:
     kl = torch.tensor([[0.0, 1.0, 2.0, 5.0], [3.0, 0.5, 0.25, 0.25]], dtype=torch.float64)
     agree = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
     nll = torch.tensor([[1.0, 2.0, 3.0, math.nan], [0.5, 0.5, 1.0, math.nan]])
-    sums = SequenceSums.of(TokenScores(kl, agree, nll))
+    sums = SequenceSums.of(TokenScores(kl, agree, nll, torch.full((len(kl),), kl.shape[1])))
     assert (sums.kl, sums.agree, sums.nll) == ((8.0, 4.0), (2.0, 3.0), (6.0, 2.0))
     assert (sums.count, sums.nll_count) == ((4, 4), (3, 3))
     assert sums.top1_agreement == 5 / 8

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from kvtuner.calibration.kl import TokenScores
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
@@ -50,7 +51,7 @@ class Simulated:
         self.stages.append(len(rows))
         self.run += len(rows)
         kl = torch.tensor([self.kls[bits][row] for row in rows], dtype=torch.float64)
-        return SimpleNamespace(kl=kl.unsqueeze(1).expand(-1, 3))
+        return TokenScores.of_kl(kl.unsqueeze(1).expand(-1, 3))
 
     def broken_layer(self, specs: Mapping[int, Any], *, places: Sequence[int]) -> int | None:
         return next(iter(specs)) if len(places) == 1 else None

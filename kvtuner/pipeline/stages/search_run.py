@@ -11,7 +11,7 @@ from kvtuner.calibration.auto_settings.scale_layouts import LayoutComparison, co
 from kvtuner.calibration.auto_settings.window_lengths import LengthComparison, compare_lengths
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.forward.streamed_layers import streamed_layers_of
-from kvtuner.calibration.model_loading import ModelShape, load_model, read_shape
+from kvtuner.calibration.model_loading import ModelShape, load_model, load_processor, read_shape
 from kvtuner.calibration.placement.sharded_weights import bytes_here
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
@@ -198,7 +198,8 @@ def measure_sensitivity(
     loaded = load_model(replace(model_source(options.model), stream=options.stream, ranks=options.tp), shape)
     if options.tp > 1:
         say(f"tensor parallelism: {_share_here(loaded)}")
-    bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
+    corpus = load_corpus(data, loaded.tokenizer, lambda: load_processor(loaded.source))
+    bench = Workbench.prepare(loaded, corpus, measurement)
     folder.create()
     phases = Phases(bench, folder, progress=ForwardProgress(ahead))
     _choose_window(options.measurement, phases)

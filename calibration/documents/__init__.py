@@ -1,0 +1,1 @@
+"""Documents of a corpus, as files and data sets have them."""
