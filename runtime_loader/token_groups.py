@@ -36,7 +36,8 @@ def pack_full_groups(
     tokens = None if new.tokens is None else new.tokens.tolist()
     for request, slot in enumerate(new.requests.tolist()):
         stored = slots[rows[request] : rows[request + 1]]
-        start = (len(stored) - (tokens is None)) // group * group
+        past = len(stored) - (tokens is None)  # rows count a single new token, and no chunk
+        start = past // group * group
         states = ring.keys_of(slot, start, len(stored))
         at = stored[start:]
         if tokens is not None and chunks is not None:

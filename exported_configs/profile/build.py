@@ -96,8 +96,8 @@ def build_profile(
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
-    Groups of whole heads are of the most frequent head size; no server reads per_channel keys yet. Symmetric grids lie
-    around zero. Without a quality nothing was measured, without a provenance no search chose.
+    Groups of whole heads are of the most frequent head size; per_channel keys need a window of at least a group.
+    Symmetric grids lie around zero. Without a quality nothing was measured, without a provenance no search chose.
     Layers are those that own a cache, in their order. A profile is of version 1, which older readers take too, where
     layers are all full and alike, with one group size, min-max grids, words of 32 bits, no 3 bits and no window. Its
     constants stand in its own file; `place_constants` moves them.

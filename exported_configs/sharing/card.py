@@ -15,7 +15,7 @@ from markupsafe import Markup
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.evaluation_record import Cell, EvaluatedProfile
 from kvtuner.exported_configs.profile.profile import Profile
-from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, serve_command
+from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, page_flags, serve_command
 from kvtuner.exported_configs.verdict import verdict_of
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
@@ -71,7 +71,9 @@ def _environment() -> Environment:
         measure=_measure,
         verdict=verdict_of,
         shell=lambda text: Markup(shlex.quote(text)),
-        serve_command=lambda entry: Markup(serve_command(entry.profile.model, entry.reference)),
+        serve_command=lambda entry: Markup(
+            serve_command(entry.profile.model, entry.reference, *page_flags(entry.profile))
+        ),
     )
     return environment
 

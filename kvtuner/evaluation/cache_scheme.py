@@ -14,6 +14,7 @@ from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import OptionError
 from kvtuner.exported_configs.profile.build import write_profile
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
+from kvtuner.exported_configs.sharing.serve_command import page_flags
 from kvtuner.precision import (
     NATIVE_BITS,
     SIDES,
@@ -214,9 +215,7 @@ class ProfileScheme(CacheScheme):
         file = self.file or folder / f"{self.name}.json"
         if self.file is None:
             write_profile(file, self.profile)
-        keys = self.profile.defaults.k
-        pages = ("--page-size", str(keys.group_size)) if self.profile.has_per_channel_keys else ()
-        return ("--kvtuner-profile", str(file.absolute()), *pages)
+        return ("--kvtuner-profile", str(file.absolute()), *page_flags(self.profile))
 
 
 @dataclass(frozen=True, slots=True)

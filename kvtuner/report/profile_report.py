@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
-from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, serve_command
+from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, page_flags, serve_command
 from kvtuner.exported_configs.verdict import verdict_of
 from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import SHORT_WORD_BITS, tokens_per_gib
@@ -109,14 +109,17 @@ def ratio_to_bf16(profile: Profile) -> float:
 
 def geometry_facts(profile: Profile) -> list[tuple[str, str]]:
     """The kinds and shapes of layers with the layers of each, where not all are full and alike."""
-    if not profile.geometry.is_by_layer:
-        return []
-    layers = profile.geometry.by_layer().layers
+    layers = _uneven_layers(profile)
     facts = []
     for geometry in dict.fromkeys(layers):
         ids = write_layers(layer_id for layer_id, layer in enumerate(layers) if layer == geometry)
         facts.append((f"kind {geometry.kind}", f"layers {ids}: {_geometry_text(geometry)}"))
     return facts
+
+
+def _uneven_layers(profile: Profile) -> Sequence[LayerGeometry]:
+    """The geometry of every layer, where not all are full and alike."""
+    return profile.geometry.by_layer().layers if profile.geometry.is_by_layer else ()
 
 
 def _geometry_text(geometry: LayerGeometry) -> str:
@@ -186,8 +189,9 @@ def _article(shown: EvaluatedProfile) -> dict[str, Any]:
         "tables": tables,
         "picture": drawn(partial(kl_by_bits, KlPicture(points, {"first": "this profile"}))) if points else None,
         "evaluations": [evaluation_part(evaluation, profile) for evaluation in shown.evaluations],
+        "has_latents": any(layer.kind.name == "latent" for layer in _uneven_layers(profile)),
         "has_relative_path": shown.has_relative_path,
-        "command": serve_command(profile.model, shown.reference),
+        "command": serve_command(profile.model, shown.reference, *page_flags(profile)),
         "model_folder": MODEL_FOLDER if asks_for_folder(profile.model) else None,
     }
 

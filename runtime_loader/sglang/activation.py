@@ -117,18 +117,17 @@ def _check(server_args: Any) -> None:
         profile = loaded.profile(model_config)
         if profile.tuned_geometry().is_latent:
             refuse_of_latents(arguments, hicache_only=loaded.request.hicache_only)
-            _check_reader_of_latents(arguments.device)
         if keeps_states(model_config):
             refuse_beside_other_layers(arguments, "layers that keep a state")
         elif profile.tuned_geometry().layer_ids is not None:
             refuse_beside_other_layers(arguments, "layers with a window")
         if profile.has_per_channel_keys:
-            if loaded.request.hicache_only:
-                raise ServingError(
-                    "keys per channel are packed while a request holds them exactly, which below the device it does"
-                    " not; store keys per token there, or drop --kvtuner-hicache-only"
-                )
-            refuse_beside_per_channel(arguments, profile.defaults.k.group_size)
+            has_other_layers = keeps_states(model_config) or profile.tuned_geometry().layer_ids is not None
+            refuse_beside_per_channel(
+                arguments, profile.defaults.k.group_size, hicache_only=loaded.request.hicache_only,
+                has_other_layers=has_other_layers,
+            )  # fmt: skip
+        _check_reader(arguments.device, profile)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         if arguments.speculative_algorithm is not None and profile.window.num_tokens:
             raise ServingError(
@@ -144,13 +143,17 @@ def _check(server_args: Any) -> None:
             _compare_models(loaded.request, profile, model_config)
 
 
-def _check_reader_of_latents(device: str) -> None:
+def _check_reader(device: str, profile: Profile) -> None:
     # Imported here because a launcher does without attention; this one is to refuse before weights are loaded.
     import torch
 
-    from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, latent_backend
+    from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for, latent_backend
 
-    latent_backend(torch.device(device), os.environ.get(BACKEND_VARIABLE) or None)
+    name = os.environ.get(BACKEND_VARIABLE) or None
+    if profile.tuned_geometry().is_latent:
+        latent_backend(torch.device(device), name)
+    elif profile.has_per_channel_keys:
+        backend_for(torch.device(device), name, per_channel=True)
 
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:

@@ -207,7 +207,7 @@ LATENT_RULES: Final = (
 
 PER_CHANNEL_RULES: Final = (
     OptionRule("disaggregation_mode", (None, "null"), "a group that is not full has no rows to transfer"),
-    *(OptionRule(name, (None, 1), "it was never tried") for name in ("dp_size", "pp_size")),
+    *(OptionRule(name, (None, 1), "it was never tried") for name in ("dp_size", "pp_size", "nnodes")),
     *(
         OptionRule(name, OFF, "it was never tried")
         for name in ("enable_hierarchical_cache", "enable_lmcache", "enable_lora", "lora_paths")
@@ -287,8 +287,23 @@ def refuse_of_latents(arguments: Any, *, hicache_only: bool) -> None:
     _refuse_options(arguments, LATENT_RULES, "a packed pool of latents (MLA)")
 
 
-def refuse_beside_per_channel(arguments: Any, token_group: int) -> None:
-    """Refuse an option that keys per channel do not work with; pages must be whole groups of so many tokens."""
+def refuse_beside_per_channel(
+    arguments: Any, token_group: int, *, hicache_only: bool = False, has_other_layers: bool = False
+) -> None:
+    """Refuse what keys per channel do not work with; pages must be whole groups of so many tokens.
+
+    Of a model, `has_other_layers` says that layers have a window or keep a state.
+    """
+    if has_other_layers:
+        raise ServingError(
+            "keys per channel beside layers that have a window or keep a state were never tried; serve a profile of"
+            " per_token keys"
+        )
+    if hicache_only:
+        raise ServingError(
+            "keys per channel are packed while a request holds them exactly, which below the device it does not; store"
+            " keys per token there, or drop --kvtuner-hicache-only"
+        )
     what = f"keys per channel of {token_group} tokens per scale"
     if arguments.page_size is None or arguments.page_size % token_group:
         raise ServingError(

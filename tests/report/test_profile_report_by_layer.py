@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from profile_samples import layers_of, make_profile
+from profile_samples import choice, layers_of, make_profile
 
 from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile
 from kvtuner.exported_configs.profile.layer_storage import LayerRecord
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.card import card
+from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.report.layer_strip import Terminal, profile_strip
 from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 from kvtuner.report.profile_report import describe, profile_page, summary
@@ -42,9 +43,16 @@ def test_text_and_page_name_the_layers_of_each_kind_and_shape(name: str, wanted:
     text, page = describe(profile), profile_page([EvaluatedProfile("profile.json", "profile.json", profile, ())])
     for part in wanted:
         assert part in text and part in page
-    assert "It is not served: only models whose layers are all full" in page
+    assert ("no kernels for a GPU yet" in page) == (name == "latents")
+    assert "--kvtuner-profile profile.json" in page
     layers = summary(profile)["layers"]
     assert [row["layer"] for row in layers] == [entry.layer for entry in profile.layers]
+
+
+def test_a_card_serves_keys_per_channel_in_pages_of_whole_groups() -> None:
+    profile = make_profile([choice()], k_layout=ScaleLayout(32, granularity="per_channel"), window=ExactWindow(32))
+    text = card("me/model", [EvaluatedProfile("p.json", "p.json", profile, ())], license_id="mit")
+    assert "--kvtuner-profile p.json --page-size 32\n" in text
 
 
 @pytest.mark.parametrize("name", BY_LAYER)

@@ -15,15 +15,19 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     BACKENDS,
     DISAGGREGATION_RULES,
     HICACHE_RULES,
+    LATENT_RULES,
     LMCACHE_RULES,
     LORA_RULES,
+    OTHER_LAYER_RULES,
     PER_CHANNEL_RULES,
     REPLICA_RULES,
     RULES,
     SPECULATION_RULES,
     OptionRule,
+    refuse_beside_other_layers,
     refuse_beside_per_channel,
     refuse_flags,
+    refuse_of_latents,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +134,28 @@ def test_every_rule_of_keys_per_channel_refuses_its_option(rule: OptionRule) -> 
             ServingError, match=f"--page-size {page_size or 1} does not .* add --page-size 32, or a mul"
         ):
             refuse_beside_per_channel(arguments(**{**fine, "page_size": page_size}), 32)
+
+
+@pytest.mark.parametrize("rule", OTHER_LAYER_RULES, ids=lambda rule: rule.name)
+def test_every_rule_beside_other_layers_refuses_its_option(rule: OptionRule) -> None:
+    fine = {each.name: each.works[0] for each in OTHER_LAYER_RULES}
+    refuse_beside_other_layers(arguments(**fine), "layers with a window")
+    with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with a packed KV pool beside layers with a"):
+        refuse_beside_other_layers(arguments(**{**fine, rule.name: 7}), "layers with a window")
+
+
+@pytest.mark.parametrize("rule", LATENT_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_latents_refuses_its_option(rule: OptionRule) -> None:
+    fine = {each.name: each.works[0] for each in LATENT_RULES}
+    refuse_of_latents(arguments(**fine), hicache_only=False)
+    with pytest.raises(ServingError, match=rf"{rule.flag} 7 does not work with a packed pool of latents \(MLA\)"):
+        refuse_of_latents(arguments(**{**fine, rule.name: 7}), hicache_only=False)
+
+
+def test_keys_per_channel_stand_beside_no_other_layers() -> None:
+    fine = {"page_size": 64, **{each.name: each.works[0] for each in PER_CHANNEL_RULES}}
+    with pytest.raises(ServingError, match="beside layers that have a window or keep a state were never tried"):
+        refuse_beside_per_channel(arguments(**fine), 32, has_other_layers=True)
 
 
 def test_adapters_beside_a_quantized_host_tier() -> None:
