@@ -159,9 +159,12 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reads_exactly(window: ExactWindow, rows: Tensor, keys: Tensor) -> Tensor:
-    """Whether the query of each token in `rows` reads the exact copies of the tokens `keys`, [rows, keys]."""
-    near = keys > (rows - window.residual_length).unsqueeze(-1)
-    return near | (keys < window.sinks)
+    """Whether the query of each token in `rows` reads the exact copies of the tokens `keys`, [rows, keys].
+
+    A token after the query's own, of its image, is as near as its own.
+    """
+    distance = (rows.unsqueeze(-1) - keys).clamp(min=0)
+    return (distance < window.residual_length) | (keys < window.sinks)
 
 
 def attend(
@@ -246,7 +249,9 @@ def _runs(window: ExactWindow, first: int, last: int, end: int) -> tuple[slice, 
     The rows see none from `end` on.
     """
     # Tokens from `packed` on are exact to all rows, and those before `near` but the sinks to none.
-    packed, near = max(last - window.residual_length, 0), max(first + 1 - window.residual_length, 0)
+    packed = near = end
+    if window.residual_length:
+        packed, near = max(last - window.residual_length, 0), max(first + 1 - window.residual_length, 0)
     return slice(window.sinks, packed), slice(0, min(window.sinks, near)), slice(near, end)
 
 

@@ -31,9 +31,10 @@ def run_decoder(
     thread = get_ident()
     finals: list[Tensor] = []
 
-    def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         if get_ident() != thread:  # another sequence of this model, which runs beside
             return None
+        assert kwargs is not None  # torch leaves it out where another thread has just removed its hook
         own = kwargs.get(_POSITIONS)
         # Images have three positions a token, [3 or more, batch, tokens].
         moved = position_ids if own is None else own + position_ids[:, :1]
@@ -50,4 +51,5 @@ def run_decoder(
     finally:
         for handle in handles:
             handle.remove()
+    assert len(finals) == 1, f"the decoder ran {len(finals)} times"
     return finals[0]

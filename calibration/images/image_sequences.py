@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,11 +25,27 @@ if TYPE_CHECKING:
 _TYPES: Final = ("mm_token_type_ids", "token_type_ids")
 """What processors call the type of each token, by which models find images."""
 _NOT_FOR_MODELS: Final = ("input_ids", "attention_mask", *_TYPES)
+_TEXT_BEFORE, _TEXT_AFTER = "kvtuner-before", "kvtuner-after"
+"""Texts around an image, by which its mark is found in what a chat template makes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMark:
+    """What stands for an image in a text: the processor's own token, and what the chat template puts around it."""
+
+    own: str
+    before: str = ""
+    after: str = ""
+
+    @property
+    def whole(self) -> str:
+        """All of it, as a model is trained to read it."""
+        return self.before + self.own + self.after
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image, and the tokens in its place, from the first to behind the last."""
+    """An image, and the tokens of its mark in its place, from the first to behind the last."""
 
     start: int
     end: int
@@ -94,7 +111,8 @@ class ImageTokenizer:
         """The tokens of a document with its images in their places.
 
         Raises:
-            CorpusError: The processor refuses the document, or does not tell the tokens of its images.
+            CorpusError: The processor refuses the document, or does not tell the tokens of its images, or a token of
+                images stands in it without one.
         """
         pictures = document.images if isinstance(document, ImageDocument) else ()
         content = document.content if isinstance(document, ImageDocument) else document
@@ -111,26 +129,61 @@ class ImageTokenizer:
         )
         ids = encoded["input_ids"][0].tolist()
         types = {name: encoded[name][0].tolist() for name in _TYPES if name in encoded}
-        return TokenRun(ids, types, tuple(self._places(encoded, images)))
+        run = TokenRun(ids, types, tuple(self._places(encoded, images)))
+        self._refuse_tokens_without_image(run)
+        return run
 
     def _marked(self, text: str, num_images: int) -> str:
-        """A text with the processor's own mark of each image."""
-        own = self._own_mark()
-        if text.count(own) == num_images and IMAGE_MARK not in text:
+        """A text with the whole mark of each image."""
+        if not num_images:
             return text
+        mark = self._mark()
+        if text.count(mark.own) == num_images and IMAGE_MARK not in text:
+            return text.replace(mark.whole, mark.own).replace(mark.own, mark.whole)
         marks = text.count(IMAGE_MARK)
         if marks not in (0, num_images):
             raise CorpusError(
                 f"{self.name}: a text with {num_images} images has {marks} marks {IMAGE_MARK}; give one for each, or"
                 " none for images before the text"
             )
-        return (text if marks else IMAGE_MARK * num_images + text).replace(IMAGE_MARK, own)
+        return (text if marks else IMAGE_MARK * num_images + text).replace(IMAGE_MARK, mark.whole)
+
+    def _mark(self) -> ImageMark:
+        """The mark that the chat template gives an image; the processor's own token where no template takes images."""
+        own = self._own_mark()
+        parts = [
+            {"type": "text", "text": _TEXT_BEFORE},
+            {"type": "image"},
+            {"type": "text", "text": _TEXT_AFTER},
+        ]
+        try:
+            text = self._conversation([{"role": "user", "content": parts}])
+        except CorpusError:  # processors of base models have no template, and older templates read texts alone
+            return ImageMark(own)
+        mark = text.partition(_TEXT_BEFORE)[2].rpartition(_TEXT_AFTER)[0].strip()
+        if mark.count(own) != 1:
+            return ImageMark(own)
+        before, _, after = mark.partition(own)
+        return ImageMark(own, before, after)
 
     def _own_mark(self) -> str:
         own = getattr(self.processor, "image_token", None)
         if not isinstance(own, str):
             raise CorpusError(f"{type(self.processor).__name__} names no token of an image; give 'messages'")
         return own
+
+    def _refuse_tokens_without_image(self, run: TokenRun) -> None:
+        """Refuse a text that spells a token of images: a model would look for an image there."""
+        ids = np.array(run.ids)
+        is_of_image = ids == getattr(self.processor, "image_token_id", None)
+        for types in run.types.values():
+            is_of_image |= np.array(types) != 0
+        for placed in run.images:
+            is_of_image[placed.start : placed.end] = False
+        if is_of_image.any():
+            processor: Any = self.processor
+            token = processor.tokenizer.convert_ids_to_tokens(int(ids[is_of_image][0]))
+            raise CorpusError(f"{self.name}: a text holds {token}, a token of images, but no image there; remove it")
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
         processor: Any = self.processor
@@ -143,15 +196,16 @@ class ImageTokenizer:
         try:
             text: str = holder.apply_chat_template([dict(message) for message in messages], tokenize=False)
         except Exception as error:  # a template raises what it likes
-            raise CorpusError(f"{self.name}: the chat template refuses a conversation: {error}") from error
+            raise CorpusError(f"{self.name}: the chat template refuses a conversation: {_reason(error)}") from error
         return text
 
     def _call(self, **arguments: Any) -> Any:
         try:
             return self.processor(**arguments)
         except Exception as error:  # processors raise anything where they meet what they do not expect
-            reason = " ".join(str(error).split())[:200]
-            raise CorpusError(f"{self.name}: {type(self.processor).__name__} refuses a document: {reason}") from error
+            raise CorpusError(
+                f"{self.name}: {type(self.processor).__name__} refuses a document: {_reason(error)}"
+            ) from error
 
     def _places(self, encoded: Any, images: Sequence[Image]) -> Iterator[PlacedImage]:
         if not images:
@@ -162,11 +216,22 @@ class ImageTokenizer:
                 f"{type(self.processor).__name__} does not tell which tokens stand for an image: a release of"
                 " transformers whose processors have return_text_replacement_offsets is needed"
             )
+        ids = encoded["input_ids"][0].tolist()
+        mark = self._mark()
+        before, after = (self._ids(text) for text in (mark.before, mark.after))
         starts, ends = encoded["offset_mapping"][0].unbind(-1)
         for image, offsets in zip(images, replaced[0], strict=True):
             first, last = offsets["new_span"]
             tokens = ((ends > first) & (starts < last)).nonzero().flatten().tolist()
-            yield PlacedImage(tokens[0], tokens[-1] + 1, image)
+            start, end = tokens[0], tokens[-1] + 1
+            first_of_mark, end_of_mark = start - len(before), end + len(after)
+            if ids[max(0, first_of_mark) : start] == before and ids[end:end_of_mark] == after:
+                start, end = first_of_mark, end_of_mark
+            yield PlacedImage(start, end, image)
+
+    def _ids(self, text: str) -> list[int]:
+        processor: Any = self.processor
+        return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def model_inputs(self, run: TokenRun) -> SequenceImages:
         """What the model takes beside the ids of a sequence."""
@@ -196,7 +261,7 @@ class SequenceCutter:
         """The sequences, of which each has something to score behind its first half.
 
         Raises:
-            CorpusError: An image that is longer than a sequence.
+            CorpusError: An image that is longer than a sequence, or two that a model would take for one.
         """
         for document in documents:
             self.pending += self.tokenizer.tokens(document)
@@ -204,6 +269,7 @@ class SequenceCutter:
                 sequence, self.pending = self.pending.cut(self._place())
                 if self.pending.ids[: len(self.start)] != self.start:
                     self.pending = TokenRun(list(self.start), {}) + self.pending
+                self._refuse_touching(sequence)
                 if _has_predictions(sequence, self.length):
                     yield sequence
 
@@ -219,11 +285,27 @@ class SequenceCutter:
                 return placed.start
         return self.length
 
+    def _refuse_touching(self, sequence: TokenRun) -> None:
+        """Refuse images side by side without a token that ends one: models find images by runs of a type."""
+        for first, second in pairwise(sequence.images):
+            last, place = first.end - 1, second.start
+            is_one_run = any(types[last] == types[place] != 0 for types in sequence.types.values())
+            if first.end == place and sequence.ids[last] == sequence.ids[place] and is_one_run:
+                raise CorpusError(
+                    f"{self.tokenizer.name}: two images stand side by side with nothing that tells a model where the"
+                    " first ends; put text between them"
+                )
+
 
 def _has_predictions(sequence: TokenRun, length: int) -> bool:
     images = SequenceImages(len(sequence.ids), {}, tuple((image.start, image.end) for image in sequence.images))
     places = torch.arange(images.end_of_cut(length // 2), images.num_tokens)
     return bool((~images.precedes_image(places)).any())
+
+
+def _reason(error: Exception) -> str:
+    """An error in one short line; its class where it says nothing."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def image_hash(image: Image) -> int:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 from tiny.image_readers import READERS
+from torch import nn
 from torch.nn.functional import kl_div
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvtuner.calibration.candidate_pass import CandidateMeasurement
+from kvtuner.calibration.forward.parallel_sequences import run_in_parallel
+from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec
+from kvtuner.calibration.images.decoder_with_images import run_decoder
+from kvtuner.calibration.images.sequence_images import SequenceImages
 from kvtuner.calibration.isolated_kl import spec_of
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import CorpusError, UnsupportedModelError
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.calibration.batches import Batch
-    from kvtuner.calibration.forward.read_plan import ReadPlan
     from kvtuner.calibration.workbench import Workbench
 
 HADAMARD = Transform(TransformKind.parse("hadamard"))
@@ -42,11 +49,12 @@ SPECS = {
 class Oracle:
     """Attention of transformers' eager form with its own mask, in float64, that reads quantized keys and values.
 
-    Tokens from the split on read everything as stored, but what the window keeps for their row.
+    Tokens from the split on read everything as stored, but what the window keeps for their row; under ``hit`` they
+    read the tokens before the split so alone.
     """
 
-    def __init__(self, specs: dict[int, LayerSpec], split: int, window: ExactWindow) -> None:
-        self.specs, self.split, self.window = specs, split, window
+    def __init__(self, specs: dict[int, LayerSpec], plan: ReadPlan, window: ExactWindow) -> None:
+        self.specs, self.plan, self.window = specs, plan, window
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
@@ -54,8 +62,12 @@ class Oracle:
         group, tokens = query.shape[1] // key.shape[1], key.shape[2]
         spec = self.specs.get(module.layer_idx, LayerSpec())
         rows, places = torch.arange(tokens)[:, None], torch.arange(tokens)
-        near = (places > rows - self.window.residual_length) | (places < self.window.sinks)
-        is_exact = (rows < self.split) | (near if self.window.num_tokens else torch.zeros_like(near))
+        recent = self.window.residual_length
+        # Tokens of an image after a row are as exact to it as its own, which a window of sinks alone does not keep.
+        near = torch.where(places > rows, torch.tensor(recent > 0), rows - places < recent)
+        is_exact = (rows < self.plan.split) | near | (places < self.window.sinks)
+        if self.plan.name == "hit":
+            is_exact |= places >= self.plan.split
         stored = [
             x if side is None else side.simulate(x.transpose(1, 2)).transpose(1, 2)
             for side, x in ((spec.k, key), (spec.v, value))
@@ -72,10 +84,10 @@ class Oracle:
 
 def host_logits(
     folder: Path, kind: str, batch: Batch, specs: dict[int, LayerSpec] | None = None, window: ExactWindow | None = None,
-    split: int = 0, **changes: Any,
+    plan: ReadPlan | None = None, **changes: Any,
 ) -> Tensor:  # fmt: skip
     """The logits of transformers' own model of all tokens and pixels; its vision tower computes as it always does."""
-    AttentionInterface.register("oracle", Oracle(specs or {}, split, window or ExactWindow()))
+    AttentionInterface.register("oracle", Oracle(specs or {}, plan or ReadPlan("cache", 0), window or ExactWindow()))
     AttentionMaskInterface.register("oracle", eager_mask)
     host = getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder, dtype=torch.float32)
     host.set_attn_implementation({"": "eager", "text_config": "oracle", "vision_config": "eager"})
@@ -109,8 +121,18 @@ def test_exact_logits_are_those_of_the_model_with_its_pixels(
     assert (expected - without).abs().max() > 1e-2, "the pixels must matter to the comparison"
 
 
-@pytest.mark.parametrize("window", [ExactWindow(), ExactWindow(5, 2)], ids=["no-window", "window"])
-@pytest.mark.parametrize("plan", ["decode", "cache"])
+@pytest.mark.parametrize(
+    ("plan", "window"),
+    [
+        ("decode", ExactWindow()),
+        ("decode", ExactWindow(5, 2)),
+        ("cache", ExactWindow()),
+        ("cache", ExactWindow(5, 2)),
+        ("cache", ExactWindow(0, 2)),
+        ("hit", ExactWindow(5, 2)),
+    ],
+    ids=["decode", "decode-window", "cache", "cache-window", "cache-sinks", "hit-window"],
+)
 def test_simulated_logits_are_those_of_the_model_that_reads_quantized(
     kind: str, plan: Any, window: ExactWindow, bench_of: Callable[..., Workbench],
     reader_folder: Callable[[str], Path],
@@ -119,7 +141,7 @@ def test_simulated_logits_are_those_of_the_model_that_reads_quantized(
     batch = batch_with_image(bench, bench.plan)
     own = batch.own_plan(bench.plan)
     specs = {layer: replace(spec, window=window) for layer, spec in SPECS.items()}
-    expected = host_logits(reader_folder(kind), kind, batch, specs, window, own.split)
+    expected = host_logits(reader_folder(kind), kind, batch, specs, window, own)
     exact = host_logits(reader_folder(kind), kind, batch)
     places = batch.scored_places(bench.plan)
     log_p, log_q = (x[0, places].double().log_softmax(-1) for x in (exact, expected))
@@ -221,6 +243,46 @@ def test_a_model_that_changes_its_layers_inputs_otherwise_than_by_adding_is_refu
     monkeypatch.setattr(decoder, "_deepstack_process", multiply)
     with pytest.raises(UnsupportedModelError, match="one by one beside images gives another result"):
         bench_of("Qwen3VL")
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Qwen3VL"])
+def test_sequences_that_run_beside_each_other_give_what_each_gives_alone(
+    kind: str, bench_of: Callable[..., Workbench]
+) -> None:
+    bench = bench_of(kind)
+    own = [*bench.batches("calibrate", "small"), *bench.batches("report", "large")]
+
+    def final(batch: Batch) -> Tensor:
+        return bench.chain.trace(batch.input_ids, batch.position_ids, images=batch.images).final
+
+    for alone, beside in zip(map(final, own), run_in_parallel(final, own, 3), strict=True):
+        assert torch.equal(alone, beside)
+
+
+def test_another_thread_may_end_its_sequence_while_one_begins() -> None:
+    own = get_ident()
+
+    class Decoder(nn.Module):
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> BaseModelOutput:
+            return BaseModelOutput(last_hidden_state=position_ids)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Decoder()
+
+        def forward(self, input_ids: Tensor, **_: Any) -> None:
+            self.decoder(input_ids=input_ids, position_ids=input_ids)
+            with ThreadPoolExecutor(1) as pool:  # torch has taken its hooks by when another thread removes this one's
+                pool.submit(self.decoder, input_ids, input_ids).result()
+
+    model = Model()
+    model.decoder.register_forward_pre_hook(
+        lambda module, _: None if get_ident() == own else module._forward_pre_hooks_with_kwargs.clear()
+    )
+    ids = torch.arange(4)[None]
+    final = run_decoder(model, model.decoder, ids, ids + 7, SequenceImages(4, {}, ()))
+    assert torch.equal(final, ids + 7)
 
 
 def test_several_sequences_at_once_are_refused(bench_of: Callable[..., Workbench]) -> None:

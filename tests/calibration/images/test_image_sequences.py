@@ -12,6 +12,7 @@ from tiny.image_readers import TOKENS, make_processor, picture
 from kvtuner.calibration.batches import batches
 from kvtuner.calibration.corpus import SPLITS, CorpusSource, load_corpus
 from kvtuner.calibration.forward.read_plan import ReadPlan
+from kvtuner.calibration.images.image_sequences import ImageTokenizer
 from kvtuner.calibration.images.sequence_images import SequenceImages
 from kvtuner.errors import CorpusError
 
@@ -81,8 +82,72 @@ def test_a_sequence_ends_before_an_image_that_it_would_cut(
     stream = [t for name in SPLITS for ids, s in zip(corpus.splits[name], corpus.images[name], strict=True)
               for t in ids[: s.num_tokens].tolist()]  # fmt: skip
     assert stream.count(mark) == stream.count(end) >= 4
-    filling = corpus.splits["calibrate"][0][lengths[0] :]
-    assert filling.eq(processor.tokenizer.eos_token_id).all()
+    ids = [ids for name in SPLITS for ids in corpus.splits[name]][lengths.index(min(lengths))]
+    assert ids[min(lengths) :].eq(processor.tokenizer.eos_token_id).all()
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
+def test_images_side_by_side_have_the_marks_of_the_chat_template_which_no_sequence_cuts(
+    kind: str, tmp_path: Path, processor_of: Callable[[str], Any], sentences: Callable[..., list[str]]
+) -> None:
+    processor, own = processor_of(kind), "<|image_pad|>"
+    texts = [text.split(",")[0] for text in sentences(60, seed=3)]
+    marks = ("{}", "<image><image> {}", f"{own}{own} {{}}", "{} " + f"<|vision_start|>{own}<|vision_end|>" * 2)
+    rows = []
+    for number, text in enumerate(texts):
+        names = [f"{2 * number + place}.png" for place in range(2)]
+        for place, name in enumerate(names):
+            picture(2 * number + place).save(tmp_path / name)
+        marked = marks[number % 4].format(text)
+        rows.append({"images": names, "text": marked})
+    data = CorpusSource(data=str(write(tmp_path, rows)), sequence_length=96, num_sequences=(3, 3, 3))
+    corpus = load_corpus(data, processor.tokenizer, lambda: processor)
+    start, pad, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", own, "<|vision_end|>"])
+    spans = 0
+    for name in SPLITS:
+        for ids, images in zip(corpus.splits[name].tolist(), corpus.images[name], strict=True):
+            for first, last in images.spans:
+                assert ids[first] == start and ids[last - 1] == end
+                assert set(ids[first + 1 : last - 1]) == {pad}
+            assert ids.count(start) == ids.count(end) == len(images.spans)
+            spans += len(images.spans)
+    assert spans > 18
+
+
+def test_images_that_a_model_would_take_for_one_are_refused(
+    tmp_path: Path, processor_of: Callable[[str], Any], sentences: Callable[..., list[str]]
+) -> None:
+    processor = processor_of("Qwen3VL")
+    processor.chat_template = processor.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    rows = []
+    for number, text in enumerate(sentences(20, seed=3)):
+        picture(number).save(tmp_path / f"{number}.png")
+        image = {"type": "image", "path": f"{number}.png"}
+        parts = [image, image, {"type": "text", "text": text}]
+        rows.append({"messages": [{"role": "user", "content": parts}]})
+    message = refusal(write(tmp_path, rows), processor, sequence_length=64)
+    assert "two images stand side by side with nothing that tells a model where the first ends" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "token"), [("Mistral3", "[IMG]"), ("Gemma3", "<image_soft_token>"), ("Qwen3VL", "<|image_pad|>")]
+)
+@pytest.mark.parametrize("is_talk", [False, True], ids=["text", "talk"])
+def test_a_text_that_spells_the_token_of_an_image_is_refused(
+    kind: str, token: str, is_talk: bool, tmp_path: Path, processor_of: Callable[[str], Any]
+) -> None:
+    picture(0).save(tmp_path / "a.png")
+    spelled = f"what does {token} mean"
+    row = {"messages": [{"role": "user", "content": spelled}]} if is_talk else {"text": spelled}
+    message = refusal(write(tmp_path, [row, {"images": ["a.png"], "text": "one"}]), processor_of(kind))
+    assert f"a text holds {token}, a token of images, but no image there; remove it" in message
+
+
+def test_a_text_without_images_that_holds_the_mark_of_one_is_left_as_it_is(processor_of: Callable[[str], Any]) -> None:
+    processor = processor_of("Qwen3VL")
+    run = ImageTokenizer(processor, "data").tokens("the tag <image> of a page")
+    assert run.ids == processor.tokenizer("the tag <image> of a page")["input_ids"]
+    assert run.images == ()
 
 
 def test_predictions_of_image_tokens_are_not_scored_and_a_split_moves_behind_an_image() -> None:
