@@ -99,14 +99,14 @@ class Corpus:
                 row[start:end] = True
         return is_image
 
-    def refuse_images(self, what: str) -> None:
-        """Refuse what reads text alone, named in the plural, where there are images.
+    def refuse_images(self, what: str, way_out: str = "--data of text") -> None:
+        """Refuse what reads text alone, named in the plural, where there are images; the message says what to give.
 
         Raises:
             CorpusError: There are images.
         """
         if self.images:
-            raise CorpusError(f"{what} read text alone, but the data holds images; give --data of text")
+            raise CorpusError(f"{what} read text alone, but the data holds images; give {way_out}")
 
 
 def load_corpus(

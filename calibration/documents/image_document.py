@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
+import os
+import struct
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +24,10 @@ IMAGE_MARK: Final = "<image>"
 _IMAGE_TYPES: Final = ("image", "image_url")
 _REFERENCES: Final = ("image", "path", "url", "image_url", "base64")
 """The fields of a part of a message that may name its image."""
+_BEGINNINGS: Final = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+"""What files of images begin with: names can be base64 too, but not of these."""
+_DAMAGE: Final = (OSError, ValueError, SyntaxError, EOFError, struct.error)
+"""What Pillow's decoders raise of files that are damaged, beside its own errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +35,13 @@ class ImageSource:
     """An image as data name it: a file, its bytes, or what a data set has decoded.
 
     Attributes:
-        value: A path, a data URL, base64, a mapping with ``bytes`` or ``path``, or an image of PIL.
-        folder: The folder that paths begin in.
+        value: A path, a data URL, base64, an image of PIL, or a mapping with ``bytes``, ``base64``, ``path``, ``url``.
+        folder: The folder that paths begin in; None where data come from elsewhere and must not name files here.
         where: The place in the data, which begins messages of errors.
     """
 
     value: Any
-    folder: Path
+    folder: Path | None
     where: str
 
     def read(self) -> Image:
@@ -49,40 +54,77 @@ class ImageSource:
             from PIL import Image
         except ImportError as error:
             raise CorpusError("images are read by Pillow; pip install pillow") from error
-        if isinstance(self.value, Image.Image):
-            return self.value.convert("RGB")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                return Image.open(io.BytesIO(self._bytes())).convert("RGB")
-        except (OSError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+                value = self.value
+                image = value if isinstance(value, Image.Image) else Image.open(io.BytesIO(self._bytes()))
+                return image.convert("RGB")
+        except (*_DAMAGE, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise CorpusError(f"{self.where}: cannot read an image: {' '.join(str(error).split())[:200]}") from error
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether a text that names the image names a file, a data URL or base64."""
+        text = self.value
+        return text.startswith("data:image/") or self._file(text) is not None or _from_base64(text) is not None
+
+    @property
+    def identity(self) -> str:
+        """What tells the image from others, without reading its file."""
+        value = self._named
+        if isinstance(value, bytes):
+            return hashlib.sha256(value).hexdigest()
+        if isinstance(value, str):
+            return repr(str(self._file(value) or value))
+        if hasattr(value, "tobytes"):  # of PIL
+            return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
+        return type(value).__name__
+
+    @property
+    def _named(self) -> Any:
+        """The value, or that of the first field of a mapping that has one."""
+        if not isinstance(self.value, dict):
+            return self.value
+        return next((self.value[name] for name in ("bytes", "base64", "path", "url") if self.value.get(name)), None)
+
     def _bytes(self) -> bytes:
-        value = self.value
-        if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path") or value.get("url")
+        value = self._named
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str):
             raise CorpusError(f"{self.where}: an image is a path, a data URL or its bytes, not {type(value).__name__}")
         if value.startswith(("http://", "https://")):
             raise CorpusError(f"{self.where}: images are not fetched; download {value[:80]} and give its path")
-        if value.startswith("data:"):
-            return _decoded(value.partition(",")[2], self.where)
-        path = self.folder / value.removeprefix("file://")
-        if len(value) < 1024 and path.is_file():
-            return path.read_bytes()
-        if len(value) >= 1024:
-            return _decoded(value, self.where)
+        is_encoded = value.startswith("data:") or (isinstance(self.value, dict) and self.value.get("base64") == value)
+        file = None if is_encoded else self._file(value)
+        if file is not None:
+            return file.read_bytes()
+        decoded = _from_base64(value, is_image=is_encoded)
+        if decoded is not None:
+            return decoded
+        if is_encoded:
+            raise CorpusError(f"{self.where}: an image is no base64: {value[:80]}")
+        if self.folder is None:
+            raise CorpusError(f"{self.where}: an image of a data set must be there with its bytes, not as {value[:80]}")
         raise CorpusError(f"{self.where}: image {value[:80]} does not exist; paths begin in {self.folder}")
 
+    def _file(self, text: str) -> Path | None:
+        """The file that a text names; None without one, also where no path can be so long."""
+        if self.folder is None:
+            return None
+        path = self.folder / text.removeprefix("file://")
+        return path if os.path.isfile(path) else None  # Path.is_file raises for a name that is too long
 
-def _decoded(text: str, where: str) -> bytes:
+
+def _from_base64(text: str, *, is_image: bool = False) -> bytes | None:
+    """The bytes of base64 or a data URL; None of anything else, and unless said to be so of what begins as no image."""
+    encoded = text.partition(",")[2] if text.startswith("data:") else text
     try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise CorpusError(f"{where}: an image is no base64: {error}") from error
+        decoded = base64.b64decode(encoded, validate=True)
+    except ValueError:  # binascii's error too
+        return None
+    return decoded if is_image or decoded.startswith(_BEGINNINGS) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +142,15 @@ class ImageDocument:
     @property
     def key(self) -> str:
         """What tells this document from others."""
-        parts = (repr(self.content), *(_identity(image.value) for image in self.images))
+        parts = (repr(self.content), *(image.identity for image in self.images))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _identity(value: Any) -> str:
-    if hasattr(value, "tobytes"):
-        return hashlib.sha256(value.tobytes()).hexdigest()
-    return repr(value)
-
-
-def image_document(row: Mapping[str, Any], text_field: str, folder: Path, where: str) -> ImageDocument | None:
+def image_document(row: Mapping[str, Any], text_field: str, folder: Path | None, where: str) -> ImageDocument | None:
     """The document of a row of data that holds images; None of one that holds none.
 
-    A row has ``messages`` whose parts are images, or ``images`` (``image``) beside ``messages`` or a text.
+    A row has ``messages`` whose parts are images, or ``images`` (``image``) beside ``messages`` or a text. Beside a
+    text that marks no image, one string there need not be an image: it is none unless it names a file or holds bytes.
 
     Raises:
         CorpusError: Images and their places do not match.
@@ -125,9 +162,10 @@ def image_document(row: Mapping[str, Any], text_field: str, folder: Path, where:
         text = row.get(text_field)
         if not beside or not isinstance(text, str):
             return None
-        return ImageDocument(text, tuple(ImageSource(value, folder, where) for value in beside))
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return None
+        images = tuple(ImageSource(value, folder, where) for value in beside)
+        if isinstance(column, str) and IMAGE_MARK not in text and not images[0].is_at_hand:
+            return None
+        return ImageDocument(text, images)
     found: list[Any] = []
     content = tuple(_with_images(message, beside, found, where) for message in messages)
     if not found and not beside:
@@ -151,10 +189,11 @@ def _with_images(message: Mapping[str, Any], beside: list[Any], found: list[Any]
         if not isinstance(part, dict) or part.get("type") not in _IMAGE_TYPES:
             parts.append(part)
             continue
-        named = [part[name] for name in _REFERENCES if part.get(name) is not None]
-        if not named and not beside:
+        named = next((name for name in _REFERENCES if part.get(name) is not None), None)
+        if named is None and not beside:
             raise CorpusError(f"{where}: a message has an image that neither it nor 'images' names")
-        found.append(named[0] if named else beside.pop(0))
+        value = beside.pop(0) if named is None else part[named]
+        found.append({named: value} if named == "base64" else value)
         parts.append({"type": "image"})
     return {**message, "content": parts}
 

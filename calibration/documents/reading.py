@@ -85,32 +85,32 @@ def _parsed(text: str, where: str) -> Any:
         raise CorpusError(f"{where} holds an integer of too many digits; give it as a string") from error
 
 
-def _row_document(row: Any, text_field: str, where: str, folder: Path) -> Iterator[Document]:
+def _row_document(row: Any, text_field: str, where: str, folder: Path | None) -> Iterator[Document]:
     if not isinstance(row, Mapping):
         raise CorpusError(f"{where}: an object with {text_field!r} or 'messages' is expected, not {type(row).__name__}")
-    with_images = image_document(row, text_field, folder, where)
-    if with_images is not None:
-        _refuse_surrogates(json.dumps(with_images.content, ensure_ascii=False), where)
-        yield with_images
-        return
-    if row.get("messages") is not None:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-            raise CorpusError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
-        try:
-            _refuse_surrogates(_plain_text(messages), where)
-        except RecursionError as error:
-            raise CorpusError(f"{where}: 'messages' are nested too deeply") from error
-        yield tuple(messages)
-        return
-    text = row.get(text_field)
-    if not isinstance(text, str):
-        raise CorpusError(
-            f"{where}: no text in field {text_field!r} (fields: {sorted(row)}); choose one with --text-field"
-        )
-    _refuse_surrogates(text, where)
-    if text.strip():
-        yield text
+    messages = row.get("messages")
+    if messages is not None and not _are_messages(messages):
+        raise CorpusError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+    document: Document | None = image_document(row, text_field, folder, where)
+    if document is None and messages is not None:
+        document = tuple(messages)
+    if document is None:
+        document = row.get(text_field)
+        if not isinstance(document, str):
+            raise CorpusError(
+                f"{where}: no text in field {text_field!r} (fields: {sorted(row)}); choose one with --text-field"
+            )
+    content = document.content if isinstance(document, ImageDocument) else document
+    try:
+        _refuse_surrogates(content if isinstance(content, str) else _plain_text(content), where)
+    except RecursionError as error:
+        raise CorpusError(f"{where}: 'messages' are nested too deeply") from error
+    if not isinstance(document, str) or document.strip():
+        yield document
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(m, Mapping) and "role" in m for m in value)
 
 
 def _refuse_surrogates(text: str, where: str) -> None:
@@ -135,11 +135,23 @@ def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
         rows = datasets.load_dataset(
             name, source.data_config, split=source.data_split, revision=revision or None, streaming=True
         ).shuffle(seed=source.seed, buffer_size=10_000)
-        for number, row in enumerate(rows, 1):
-            yield from _row_document(row, source.text_field, f"{source.data}, row {number}", Path())
+        features = rows.features if hasattr(rows, "decode") else None  # older releases decode in any case
+        # Decoded, the images of all documents would fill memory.
+        for number, row in enumerate(rows.decode(False) if features else rows, 1):
+            own = features.decode_example(row) if features and _names_file_of_hub(row) else row
+            yield from _row_document(own, source.text_field, f"{source.data}, row {number}", None)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CorpusError(f"cannot load data {source.data!r}: no such file, and as a datasets id: {reason}") from error
+
+
+def _names_file_of_hub(value: Any) -> bool:
+    """Whether a row of a data set has an image that a file of the hub holds, which `datasets` reads."""
+    if isinstance(value, dict):
+        if value.keys() == {"bytes", "path"}:
+            return value["bytes"] is None and str(value["path"]).split("::")[-1].startswith("hf://")
+        return any(map(_names_file_of_hub, value.values()))
+    return isinstance(value, list) and any(map(_names_file_of_hub, value))
 
 
 def without_repeats(documents: list[Document], source: CorpusSource) -> list[Document]:

@@ -156,8 +156,10 @@ class _EvaluationSession:
         self._read_plan = None if model.urls else options.read_plan or searched
         for scheme in model.schemes:  # refuses what it cannot
             scheme.cache(model.shape.config, self._read_plan or "decode", model.shape.context_length)
-        if model.urls or set(options.asked_levels) != {"likelihood"}:
-            model.corpus.refuse_images("servers, and levels other than likelihood,")
+        if model.urls:
+            model.corpus.refuse_images("servers")
+        if set(options.asked_levels) != {"likelihood"}:
+            model.corpus.refuse_images("levels other than likelihood", "--levels likelihood, or --data of text")
         self._text = TextTokenizer(model.tokenizer)
         self._question_sets = _question_sets(model, self._text)
         _check_tasks(options)

@@ -60,7 +60,7 @@ def test_a_search_reads_images_and_an_evaluation_scores_them(
     assert all(row["mean"] > 0 for row in measures["kl_nats_per_token"]) and len(measures["kl_nats_per_token"]) > 1
     status, _, error = run("eval", tmp_path / "images/profile.json", *measured)
     assert status == 2
-    assert "levels other than likelihood, read text alone, but the data holds images" in error
+    assert "levels other than likelihood read text alone, but the data holds images; give --levels likelihood" in error
 
 
 @pytest.mark.parametrize(
