@@ -19,7 +19,7 @@ from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ScaleLayout
+from kvtuner.precision import NO_WINDOW, ExactWindow, ScaleLayout
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind
 
@@ -62,6 +62,8 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
         ]
         layers.append(LayerQuantization(k_bits, v_bits, *transforms))
     granularity = draw(st.sampled_from(["per_token", "per_token", "per_channel"]))
+    is_packed = any(layer.k_bits != 16 or layer.v_bits != 16 for layer in layers)
+    has_window = granularity == "per_channel" and is_packed and draw(st.booleans())
     return {
         "geometry": ModelGeometry(num_layers, 4, 2, head_dim, v_head_dim),
         "layers": layers,
@@ -69,6 +71,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
         "v_layout": ScaleLayout(draw(st.sampled_from([v_head_dim, v_head_dim, 32, 64]))),
         "symmetric": draw(st.booleans()),
         "budget": AskedBudget("by hand"),
+        "window": ExactWindow(32) if has_window else NO_WINDOW,
     }
 
 
@@ -85,6 +88,9 @@ def can_say(document: dict[str, Any], name: str) -> bool:
     }  # fmt: skip
     if any(side[4] != "none" for side in sides):
         return False
+    exact = document.get("residual_length", 0)
+    if exact and name != "kvtuner-yaml":
+        return False
     plain = {("k", "per_token", dims["k"]), ("v", "per_token", dims["v"])}
     stored, symmetric = {side[:3] for side in sides}, {side[3] for side in sides}
     if name == "modelopt":
@@ -92,7 +98,8 @@ def can_say(document: dict[str, Any], name: str) -> bool:
     if not symmetric <= {False}:
         return False
     if name == "kvtuner-yaml":
-        return stored <= plain or stored <= {("k", "per_channel", 32), ("v", "per_token", 32)}
+        kivi = {("k", "per_channel", 32), ("v", "per_token", 32)}
+        return (stored <= plain and not exact) or (stored <= kivi and exact == 32)
     if any(k != v for k, v in bits):
         return False
     if name == "ranges":
