@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
 
 
-class PackedPool:
+class PackedPool(ABC):
     """The rows of SGLang's pool of the class that a child names after this one: `keys` and `values` by layer.
 
     Rows are [slots, row_bytes] uint8 or, at 16 bits, [slots, heads, channels] in `model_dtype`; scales lie in the
@@ -57,17 +58,17 @@ class PackedPool:
         self_test(self)
         announce(self, ranks())
 
+    @abstractmethod
     def shape_of_layer(self) -> tuple[int, int, int]:
         """The heads of a layer as SGLang gives them, and the channels of a key and a value, or of both parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_states(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [tokens, heads, channels] that are stored of what SGLang gives for new tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_states(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What queries are multiplied by and what is summed, of stored keys and values in model space."""
-        raise NotImplementedError
 
     def allocate_rows(self) -> None:
         """Allocate the rows of all layers; a `ServingError` where SGLang's heads are not the profile's."""

@@ -78,7 +78,7 @@ def stored(spec: QuantSpec | None, lengths: list[int]) -> tuple[PackedRows, Pack
     return keys, values, slots, latents if spec is None else spec.simulate(latents), rotary
 
 
-def is_near(found: Tensor, expected: Tensor) -> None:
+def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
 
 
@@ -92,7 +92,7 @@ def test_absorbed_queries_read_what_heads_would_read_of_expanded_latents(bits: i
     assert found.shape == (4, HEADS, RANK)
     assert not found[2].any()
     for query, tokens in ((0, slice(0, 7)), (1, slice(7, 8)), (3, slice(8, 20))):
-        is_near(layer.expanded(found)[query], layer.attended(query, latents[tokens], rotary[tokens]))
+        assert_near(layer.expanded(found)[query], layer.attended(query, latents[tokens], rotary[tokens]))
 
 
 @pytest.mark.parametrize("spec", [None, QuantSpec(3, group_size=24)], ids=["16 bits", "3 bits"])
@@ -105,12 +105,13 @@ def test_new_tokens_read_their_prefix_from_rows_and_one_another_as_they_are(spec
     found = LatentAttention().extend(
         layer.absorbed, new, new_rotary, keys, values, bounds, ScoreScaling(SCALE), out=torch.empty(9, HEADS, RANK)
     )
+    assert found.shape == (9, HEADS, RANK)
     prefixes = zip(latents.split(lengths), rotary.split(lengths), strict=True)
     for (past, past_rotary), first, last in zip(prefixes, (0, 1, 6), (1, 6, 9), strict=True):
         for query in range(first, last):
             seen = slice(first, query + 1)
             both = torch.cat((past, new[seen])), torch.cat((past_rotary, new_rotary[seen]))
-            is_near(layer.expanded(found)[query], layer.attended(query, *both))
+            assert_near(layer.expanded(found)[query], layer.attended(query, *both))
 
 
 def test_a_window_reads_its_copies_in_place_of_their_rows() -> None:
@@ -127,4 +128,4 @@ def test_a_window_reads_its_copies_in_place_of_their_rows() -> None:
         layer.absorbed, keys, values, torch.tensor([0, 11]), slots, ScoreScaling(SCALE), window=WindowReads(ring, one)
     )
     latents[kept] = exact[kept]
-    is_near(layer.expanded(found)[0], layer.attended(0, latents, rotary))
+    assert_near(layer.expanded(found)[0], layer.attended(0, latents, rotary))
