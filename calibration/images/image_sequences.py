@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -96,7 +97,7 @@ class TokenRun:
         return TokenRun(self.ids[:place], before, first), TokenRun(self.ids[place:], after, rest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which cached_property cannot have
 class ImageTokenizer:
     """A model's processor, by which documents become tokens and their images what the model takes.
 
@@ -175,7 +176,7 @@ class ImageTokenizer:
     def _refuse_tokens_without_image(self, run: TokenRun) -> None:
         """Refuse a text that spells a token of images: a model would look for an image there."""
         ids = np.array(run.ids)
-        is_of_image = ids == getattr(self.processor, "image_token_id", None)
+        is_of_image = np.isin(ids, self._ids_of_images)
         for types in run.types.values():
             is_of_image |= np.array(types) != 0
         for placed in run.images:
@@ -184,6 +185,16 @@ class ImageTokenizer:
             processor: Any = self.processor
             token = processor.tokenizer.convert_ids_to_tokens(int(ids[is_of_image][0]))
             raise CorpusError(f"{self.name}: a text holds {token}, a token of images, but no image there; remove it")
+
+    @cached_property
+    def _ids_of_images(self) -> list[int]:
+        """The ids of the special tokens that stand for an image, of which a model takes one: not always its mark."""
+        image = np.zeros((224, 224, 3), np.uint8)
+        encoded = self._call(text=[self._own_mark()], images=[image], add_special_tokens=False, return_tensors="pt")
+        processor: Any = self.processor
+        added = processor.tokenizer.added_tokens_decoder
+        laid_out = set(encoded["input_ids"][0].tolist())
+        return [number for number in laid_out if number in added and added[number].special]
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
         processor: Any = self.processor

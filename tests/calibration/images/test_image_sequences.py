@@ -130,7 +130,14 @@ def test_images_that_a_model_would_take_for_one_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "token"), [("Mistral3", "[IMG]"), ("Gemma3", "<image_soft_token>"), ("Qwen3VL", "<|image_pad|>")]
+    ("kind", "token"),
+    [
+        ("Mistral3", "[IMG]"),
+        ("Gemma3", "<image_soft_token>"),
+        ("Qwen3VL", "<|image_pad|>"),
+        ("Llama4", "<|patch|>"),
+        ("Llama4", "<|image|>"),
+    ],
 )
 @pytest.mark.parametrize("is_talk", [False, True], ids=["text", "talk"])
 def test_a_text_that_spells_the_token_of_an_image_is_refused(
