@@ -37,11 +37,11 @@ _OWN_MODEL: Final = "give the file's own model"
 
 
 class LostFeature(NamedTuple):
-    """A feature of the profile that a file does not have, the first layer that has it, and a way out."""
+    """A feature of the profile that a file does not have, the first layer that has it, and its own way out if any."""
 
     layer: int
     what: str
-    way_out: str = f"keep the profile's own file, or search with {EXPORTABLE}"
+    way_out: str = ""
 
     def __str__(self) -> str:
         return f"layer {self.layer}: {self.what}"
@@ -242,10 +242,9 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
 
 def _strict_refusal(name: str, lost: Sequence[LostFeature]) -> ProfileError:
     """The error for a loss that nobody accepted; names the flag that does, where the format has one."""
-    if formats.FORMATS[name].can_lose:
-        way_out = f"--lossy drops that; a search with {EXPORTABLE} has nothing to drop"
-        lost = [feature._replace(way_out=way_out) for feature in lost]
-    return refusal(name, lost)
+    if not formats.FORMATS[name].can_lose:
+        return refusal(name, lost)
+    return refusal(name, lost, f"--lossy drops that; a search with {EXPORTABLE} has nothing to drop")
 
 
 def _without_three_bits(profile: Profile) -> Profile:
@@ -279,7 +278,10 @@ def _check_groups(pairs: Sequence[PrecisionPair], storage: Storage, geometry: Mo
 def lost_window(profile: Profile, own: ExactWindow = NO_WINDOW) -> list[LostFeature]:
     """The exact window beside quantized layers, where it is not the file's own; most files have no exact copies."""
     packed = [layer for layer, pair in enumerate(profile.pairs) if pair != NATIVE]
-    return [LostFeature(packed[0], f"{profile.window}")] if packed and profile.window != own else []
+    if not packed or profile.window == own:
+        return []
+    what = str(profile.window) if own == NO_WINDOW else f"{profile.window}, where the file has {own}"
+    return [LostFeature(packed[0], what)]
 
 
 def uneven_layers(profile: Profile) -> list[LostFeature]:
@@ -291,7 +293,9 @@ def uneven_layers(profile: Profile) -> list[LostFeature]:
     ]
 
 
-def refusal(name: str, lost: Sequence[LostFeature]) -> ProfileError:
-    """The error for a format that cannot say all: names the first layer and what would be lost."""
+def refusal(
+    name: str, lost: Sequence[LostFeature], way_out: str = f"keep the profile's own file, or search with {EXPORTABLE}"
+) -> ProfileError:
+    """The error for a format that cannot say all: the first layer, what would be lost, and its own way out or this."""
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return ProfileError(f"{name} cannot say all of the profile: {lost[0]}{more}; {lost[0].way_out}")
+    return ProfileError(f"{name} cannot say all of the profile: {lost[0]}{more}; {lost[0].way_out or way_out}")

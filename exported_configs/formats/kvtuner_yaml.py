@@ -20,6 +20,10 @@ _KIVI_NOTE: Final = (
     "keys are per channel in groups of 32 tokens, and the newest 32 tokens are also kept exactly: a server needs"
     " --page-size 32 or a multiple, and no GPU reads such keys yet"
 )
+_KIVI_WAY_OUT: Final = (
+    f"KIVI has keys in groups of {KIVI_TOKENS} tokens, values in groups of {KIVI_GROUP} channels and {_KIVI_WINDOW}:"
+    " --lossy writes its preset, which is read and served so"
+)
 _FILE_NAME: Final = re.compile(r"(.{1,200})_(kivi|pertoken)_KVTuner[46]_[01]\.ya?ml", re.ASCII)
 
 
@@ -43,6 +47,7 @@ def write(profile: Profile) -> Exported:
         "kivi": Storage(_KIVI_KEYS, ScaleLayout(KIVI_GROUP), window=_KIVI_WINDOW),
     }
     lost = {scheme: storage.lost_features(profile) for scheme, storage in schemes.items()}
+    lost["kivi"] = [feature._replace(way_out=_KIVI_WAY_OUT) for feature in lost["kivi"]]
     nearest = "kivi" if profile.has_per_channel_keys else "pertoken"
     scheme = next((scheme for scheme in PRESETS if not lost[scheme]), nearest)
     lines = [

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats.conversion import write
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
@@ -107,6 +108,31 @@ def test_a_preset_is_the_profile_that_was_built_by_hand(take: Callable[..., Any]
     ):
         taken = take(text, "kvtuner-yaml", scheme=scheme)[0]
         assert taken.digest == uniform_profile(geometry, PrecisionPair(4, 2), taken.model, **options).digest
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "says"),
+    [
+        (32, ExactWindow(), "no tokens exact, where the file has the last 32 tokens exact; KIVI has"),
+        (32, ExactWindow(64, 4), "the last 64 tokens and the first 4 tokens exact, where the file has the last 32"),
+        (64, ExactWindow(32), "values are in groups of 64, not 32; KIVI has"),
+    ],
+)
+def test_keys_per_channel_that_are_not_all_of_kivi_s_say_what_its_preset_would_be_read_as(
+    take: Callable[..., Any], geometry: ModelGeometry, values: int, window: ExactWindow, says: str
+) -> None:
+    layouts = {"k_layout": ScaleLayout(32, granularity="per_channel"), "v_layout": ScaleLayout(values)}
+    model = take(PRESET, "kvtuner-yaml", scheme="pertoken")[0].model
+    profile = uniform_profile(geometry, PrecisionPair(4, 2), model, **layouts, window=window)
+    with pytest.raises(ProfileError, match="cannot say all of the profile: layer 0: ") as refused:
+        write(profile, "kvtuner-yaml")
+    assert says in str(refused.value) and "--lossy writes its preset, which is read and served so" in str(refused.value)
+    assert "--residual-length 0" not in str(refused.value)  # without which there is no KIVI
+    exported = write(profile, "kvtuner-yaml", lossy=True)
+    assert "--scheme kivi" in exported.notes[0]
+    preset_of_kivi = take(exported.text, "kvtuner-yaml", scheme="kivi")[0]
+    assert preset_of_kivi.window == ExactWindow(32) and preset_of_kivi.defaults.v.group_size == 32
+    assert write(preset_of_kivi, "kvtuner-yaml").text == exported.text
 
 
 def test_what_is_written_is_what_the_paper_s_repository_writes(take: Callable[..., Any]) -> None:
