@@ -102,7 +102,7 @@ def _backend_per_channel(device: torch.device, name: str | None) -> AttentionBac
     if chosen is None:
         raise ServingError(
             f"keys per channel are not read on {device} by {name or 'any attention'}: torch reads them on a processor;"
-            f" set {BACKEND_VARIABLE}=torch there, or serve per_token keys"
+            " choose that there, or serve per_token keys"
         )
     if name is None:
         _say_once(f"kvtuner: attention is {chosen.name}, which reads keys per channel")

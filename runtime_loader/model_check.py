@@ -51,15 +51,6 @@ def check_token_groups(profile: Profile) -> None:
         )
 
 
-def refuse_per_channel(profile: Profile) -> None:
-    """Refuse keys per channel, which the engine does not read, by a `ProfileError`."""
-    if profile.has_per_channel_keys:
-        raise ProfileError(
-            "the engine does not read keys per channel: SGLang on a processor, KVTunerCache and kvtuner eval do; use"
-            " one of them, or a profile of per_token keys"
-        )
-
-
 def _check_kinds(profile: Profile, cache: CacheGeometry) -> None:
     """Compare what each layer caches; heads of windows are compared by the model's own cache, which has them."""
     for layer_id, (own, other) in enumerate(zip(profile.geometry.by_layer().layers, cache.layers, strict=True)):

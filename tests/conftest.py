@@ -239,8 +239,9 @@ def load_tiny(model_folder: ModelFolder) -> LoadTiny:
 def profile_of() -> ProfileOf:
     """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all.
 
-    Its groups are whole heads, or half ones; `words` are the bits of the scale words of keys and of values. Layers are
-    all of the model's, or with `by_kinds` those that read all tokens.
+    Its groups are whole heads, or half ones, and with a `token_group` keys are per channel of so many tokens per scale;
+    `words` are the bits of the scale words of keys and of values. Layers are all of the model's, or with `by_kinds`
+    those that read all tokens.
     """
     from kvtuner.exported_configs.profile import records
     from kvtuner.exported_configs.profile.build import AskedBudget, build_profile, of_whole_model
@@ -272,6 +273,7 @@ def profile_of() -> ProfileOf:
         window: ExactWindow | None = None,
         words: tuple[WordBits, WordBits] = (32, 32),
         half_groups: bool = False,
+        token_group: int | None = None,
         by_kinds: bool = False,
     ) -> Profile:
         cache = read_cache_geometry(config) if by_kinds else None
@@ -279,10 +281,13 @@ def profile_of() -> ProfileOf:
         whole, layers = (geometry, layers) if cache is None else of_whole_model(cache, layers)
         share = 2 if half_groups else 1
         architecture = (getattr(config, "architectures", None) or ["Tiny"])[0]
+        k_layout = ScaleLayout(group_size or geometry.head_dim // share, word_bits=words[0])
+        if token_group is not None:
+            k_layout = ScaleLayout(token_group, granularity="per_channel")
         return build_profile(
             geometry=whole,
             layers=layers,
-            k_layout=ScaleLayout(group_size or geometry.head_dim // share, word_bits=words[0]),
+            k_layout=k_layout,
             v_layout=ScaleLayout(group_size or geometry.v_head_dim // share, word_bits=words[1]),
             symmetric=symmetric,
             fit=fit,

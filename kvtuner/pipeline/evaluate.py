@@ -241,9 +241,6 @@ def _local_backend(loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlan
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         say(f"{scheme.name} answers by a transformers cache: the model lies on several devices")
         return LocalBackend(loaded, scheme, read_plan)
-    if scheme.profile is not None and scheme.profile.has_per_channel_keys:
-        say(f"{scheme.name} answers by a transformers cache: the engine does not read keys per channel")
-        return LocalBackend(loaded, scheme, read_plan)
     geometry = loaded.shape.geometry
     is_full = geometry.layer_ids is None and not geometry.is_latent and not has_states(loaded.shape.config)
     is_text = loaded.shape.config.get_text_config(decoder=True) is loaded.shape.config

@@ -13,6 +13,7 @@ ATTENTIONS: Final[tuple[AttentionName, ...]] = get_args(AttentionName)
 ATTENTION_VARIABLE: Final = "ATTN_BACKEND"
 """The variable that names the attention of an engine where no option does."""
 EngineAttend = Attend | Literal["decode", "hit"]
+DEFAULT_PAGE_SIZE: Final = 16
 ENGINE_ATTENDS: Final[tuple[EngineAttend, ...]] = (*ATTENDS, "decode", "hit")
 EvictionName = Literal["lru", "lfu", "fifo", "mru"]
 EVICTIONS: Final[tuple[EvictionName, ...]] = get_args(EvictionName)
@@ -29,7 +30,8 @@ class EngineOptions:
             token of an answer reads itself as it came too.
         kv_memory: The bytes of rows and exact copies; by default what `max_requests` contexts take, 1 GiB at
             most.
-        page_size: The tokens of a page, the unit that requests share.
+        page_size: The tokens of a page, the unit that requests share; by default 16 or, of keys per channel, a group if
+            that is longer.
         max_requests: The requests that run at once.
         chunk_tokens: The tokens of prompts in a step, beside a token of each request that decodes.
         context_length: The tokens of a request with its answer; the model's positions by default.
@@ -42,7 +44,7 @@ class EngineOptions:
     attention: AttentionName | None = None
     attend: EngineAttend = "fresh"
     kv_memory: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     max_requests: int = 16
     chunk_tokens: int = 512
     context_length: int | None = None

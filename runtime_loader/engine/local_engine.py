@@ -11,15 +11,14 @@ import torch
 
 from kvtuner.errors import RequestError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.engine.batch_scheduler import BatchScheduler, EngineState
 from kvtuner.runtime_loader.engine.engine_options import EngineOptions
 from kvtuner.runtime_loader.engine.generation import Completion, Delta, Generation, SamplingParameters, TokenLogprob
 from kvtuner.runtime_loader.engine.model_runner import ModelRunner
 from kvtuner.runtime_loader.engine.page_allocator import PageAllocator
-from kvtuner.runtime_loader.engine.paged_pool import PagedPool, PoolShape
+from kvtuner.runtime_loader.engine.paged_pool import PagedPool
 from kvtuner.runtime_loader.engine.prefix_tree import PrefixTree
-from kvtuner.runtime_loader.engine.served_model import context_length_of, device_of, ends_of, formats_of, tokens_of
+from kvtuner.runtime_loader.engine.served_model import context_length_of, device_of, ends_of, pool_shape_of, tokens_of
 from kvtuner.runtime_loader.engine.step_attention import choose_attention
 from kvtuner.runtime_loader.engine.step_batch import StepBatch, kept_tokens
 from kvtuner.runtime_loader.engine.text_stream import KeptTexts, TextStream
@@ -56,25 +55,18 @@ class LocalEngine:
         Raises:
             UnsupportedModelError: A model without a cache of the supported kind, or on several devices.
             ProfileError: A profile of another model.
-            ServingError: An attention that cannot run here, or too little KV memory.
+            ServingError: An attention that cannot run here, pages that cut groups of keys, or too little KV memory.
         """
         self.options = EngineOptions(**options)
         self.model, self.tokenizer, self.profile = model, tokenizer, profile
         self.context_length = context_length_of(model, self.options)
-        shape = PoolShape(
-            formats_of(model, profile, self.context_length, self.options),
-            model.dtype,
-            self.options.page_size,
-            self.options.max_requests,
-            self.context_length,
-            NO_WINDOW if profile is None else profile.window,
-        )
+        shape = pool_shape_of(model, profile, self.context_length, self.options)
         self.pool = PagedPool(shape, shape.num_pages(self.options.kv_memory), device_of(model))
         self._attention = choose_attention(
             self.options, self.pool, ModelGeometry.from_config(model.config).num_attention_heads
         )  # fmt: skip
         self.allocator = PageAllocator(self.pool.num_pages)
-        self.prefix_tree = PrefixTree.of(self.options, self.allocator)
+        self.prefix_tree = PrefixTree.of(self.options, self.allocator, shape.page_size)
         self._scheduler = BatchScheduler(self.options, self.pool, self.allocator, self.prefix_tree)
         self._runner = ModelRunner(model, self.pool, self._attention)
         self._ends = ends_of(model, tokenizer)

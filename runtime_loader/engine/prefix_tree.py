@@ -50,11 +50,11 @@ class PrefixTree:
         self.num_pages = 0
 
     @classmethod
-    def of(cls, options: EngineOptions, allocator: PageAllocator) -> PrefixTree | None:
+    def of(cls, options: EngineOptions, allocator: PageAllocator, page_size: int) -> PrefixTree | None:
         """The tree that options ask for; None where it would keep nothing."""
         tokens = options.prefix_cache_tokens
-        most_pages = allocator.num_pages if tokens is None else min(tokens // options.page_size, allocator.num_pages)
-        return cls(allocator, options.page_size, most_pages, options.eviction) if most_pages else None
+        most_pages = allocator.num_pages if tokens is None else min(tokens // page_size, allocator.num_pages)
+        return cls(allocator, page_size, most_pages, options.eviction) if most_pages else None
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The pages that are kept of the longest beginning of a text, in whole pages."""

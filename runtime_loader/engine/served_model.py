@@ -1,4 +1,4 @@
-"""What an engine needs of a loaded model: its context, its device, the formats of its rows and its ends."""
+"""What an engine needs of a loaded model: its context, its device, the sizes of its pool and its ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtuner.errors import RequestError, ServingError, UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import max_positions
 from kvtuner.geometry import ModelGeometry
-from kvtuner.runtime_loader.model_check import check_served_model, refuse_per_channel
+from kvtuner.precision import NO_WINDOW
+from kvtuner.runtime_loader.engine.engine_options import DEFAULT_PAGE_SIZE
+from kvtuner.runtime_loader.engine.paged_pool import PoolShape
+from kvtuner.runtime_loader.model_check import check_served_model
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 from kvtuner.supported_models import refuse_other_caches
 
@@ -37,15 +40,31 @@ def context_length_of(model: PreTrainedModel, options: EngineOptions) -> int:
     return asked or longest or 0
 
 
-def formats_of(
+def pool_shape_of(
     model: PreTrainedModel, profile: Profile | None, context_length: int, options: EngineOptions
-) -> tuple[LayerFormat, ...]:
-    """The formats of all layers' rows, by a profile that is checked, or of 16 bits without one.
+) -> PoolShape:
+    """The sizes of the pool of a model, by a profile that is checked, or of rows of 16 bits without one.
 
     Raises:
         UnsupportedModelError: A layer's cache is not one key and value per token and head.
-        ProfileError: The profile belongs to another model, or has keys per channel.
+        ProfileError: The profile belongs to another model.
+        ServingError: Pages would cut groups of keys per channel.
     """
+    formats = _formats_of(model, profile, context_length, options)
+    return PoolShape(
+        formats,
+        model.dtype,
+        page_size_of(profile, options.page_size),
+        options.max_requests,
+        context_length,
+        NO_WINDOW if profile is None else profile.window,
+    )
+
+
+def _formats_of(
+    model: PreTrainedModel, profile: Profile | None, context_length: int, options: EngineOptions
+) -> tuple[LayerFormat, ...]:
+    """The formats of all layers' rows."""
     refuse_other_caches(model.config, context_length=context_length)
     if profile is None:
         geometry = ModelGeometry.from_config(model.config)
@@ -54,9 +73,25 @@ def formats_of(
     for warning in check_served_model(
         profile, model.config, context_length=context_length, allow_derived=options.allow_derived
     ):
-        warnings.warn(warning, stacklevel=3)
-    refuse_per_channel(profile)
+        warnings.warn(warning, stacklevel=4)
     return rank_formats(profile, range(len(profile.pairs)))
+
+
+def page_size_of(profile: Profile | None, asked: int | None) -> int:
+    """The tokens of a page, as asked for or by default: whole groups of the tokens that share a scale of keys.
+
+    Raises:
+        ServingError: The pages that are asked for would cut groups of keys per channel.
+    """
+    group = profile.defaults.k.group_size if profile is not None and profile.has_per_channel_keys else None
+    if asked is None:
+        return max(DEFAULT_PAGE_SIZE, group or 1)
+    if group is not None and asked % group:
+        raise ServingError(
+            f"pages of {asked} tokens do not work with keys per channel of {group} tokens per scale; ask for {group},"
+            " or a multiple of it"
+        )
+    return asked
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

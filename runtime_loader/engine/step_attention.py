@@ -17,6 +17,7 @@ from kvtuner.runtime_loader.attention_backends import backend_for
 from kvtuner.runtime_loader.engine.engine_options import ATTENTION_VARIABLE, ATTENTIONS
 from kvtuner.runtime_loader.engine.sgl_kernel_attention import SglKernelAttention, sgl_kernel_refusal
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
+from kvtuner.runtime_loader.token_groups import pack_full_groups
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvtuner.runtime_loader.attention_backends import AttentionBackend
     from kvtuner.runtime_loader.engine.engine_options import EngineOptions
     from kvtuner.runtime_loader.engine.paged_pool import PagedPool
     from kvtuner.runtime_loader.engine.step_batch import StepPart
@@ -70,7 +72,7 @@ class RowAttention:
         keys, values = self._pool.sides(layer)
         copies, attention = self._pool.copies(layer), self._attention
         window = None if copies is None else WindowReads(copies, part.requests)
-        attention.store(keys, values, part.new_slots, k, v)
+        self._store(layer, k, v, part)
         read_k, read_v = k, v
         if part.reads_stored:
             stored = attention.read(keys, part.new_slots, q.dtype), attention.read(values, part.new_slots, q.dtype)
@@ -90,8 +92,20 @@ class RowAttention:
         if copies is not None:  # before the token reads its own copy
             self._attention.store_copies(copies, NewTokens(part.requests, part.reads), k, v)
             window = WindowReads(copies, part.requests)
-        self._attention.store(keys, values, part.new_slots, k, v)
+        self._store(layer, k, v, part)
         return self._attention.decode(q, keys, values, part.reads, part.read_slots, scores, window=window)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor, part: StepPart) -> None:
+        """Store new tokens; keys per channel by the groups that they fill, with their tokens before by copies."""
+        (keys, values), copies = self._pool.sides(layer), self._pool.copies(layer)
+        if keys.format.token_group == 1:
+            self._attention.store(keys, values, part.new_slots, k, v)
+            return
+        assert copies is not None, "a profile of keys per channel has a window"
+        values.write(part.new_slots, v)
+        new = NewTokens(part.requests, part.reads, None if part.is_decoding else part.tokens)
+        chunks = None if part.is_decoding else (part.new_slots, k)
+        pack_full_groups(keys, copies, new, part.read_slots, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +120,18 @@ class _Implementation:
 def _of_backend(name: str, default_on: tuple[str, ...]) -> _Implementation:
     """The row of an attention backend that a server may choose too."""
 
+    def backend_of(pool: PagedPool) -> AttentionBackend:
+        return backend_for(pool.device, name, per_channel=pool.is_per_channel)
+
     def refusal(pool: PagedPool) -> str | None:
         try:
-            backend_for(pool.device, name).make(pool.device)
+            backend_of(pool).make(pool.device)
         except ServingError as error:
             return str(error)
         return None
 
     def make(pool: PagedPool, num_heads: int) -> StepAttention:
-        return RowAttention(pool, backend_for(pool.device, name).make(pool.device), num_heads)
+        return RowAttention(pool, backend_of(pool).make(pool.device), num_heads)
 
     return _Implementation(default_on, refusal, make)
 

@@ -1,4 +1,4 @@
-"""Profiles with keys per channel are shown, compared, checked and evaluated; the engine does not read them yet."""
+"""Profiles with keys per channel are shown, compared, checked, evaluated and answered by the engine."""
 
 from __future__ import annotations
 
@@ -83,9 +83,39 @@ def test_an_imported_preset_of_kivi_is_evaluated(run: RunCommand, preset: Path, 
     }
     kl = {subject: mean for (measure, subject), mean in results.items() if measure == "kl_nats_per_token"}
     assert 0 < kl["profile"] < kl["K2V2-per-channel"]
-    assert ("accuracy", "profile") in results, "its own transformers cache answers"
+    assert ("accuracy", "profile") in results, "the engine answers"
+    assert "transformers cache" not in err
 
 
-def test_no_engine_reads_it(run: RunCommand, preset: Path) -> None:
-    status, _, err = run("generate", "--profile", preset, "--model", "demo", "--prompt", "a")
-    assert status == 2 and "the engine does not read keys per channel" in err
+@pytest.mark.slow
+def test_the_engine_answers_by_it_in_pages_of_whole_groups(run: RunCommand, preset: Path) -> None:
+    prompt = "def main(" + 20 * "a, b, "
+    asked = (
+        "generate",
+        "--profile",
+        preset,
+        "--model",
+        "demo",
+        "--prompt",
+        prompt,
+        "--max-tokens",
+        "40",
+        "--json",
+        "--ignore-eos",
+    )
+    answers = []
+    for pages in ((), ("--page-size", "64")):
+        status, out, err = run(*asked, *pages)
+        assert status == 0, err
+        answers.append(json.loads(out)["answers"][0]["token_ids"])
+    assert answers[0] == answers[1] and len(answers[0]) == 40
+
+
+def test_pages_that_cut_its_groups_are_refused_before_weights_are_loaded(
+    run: RunCommand, preset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtuner.pipeline.local.opened_engine.load_model", None)
+    asked = ("--profile", preset, "--model", "demo", "--page-size", "48")
+    for command in (("generate", "--prompt", "a"), ("serve-local",)):
+        status, _, err = run(*command, *asked)
+        assert status == 2 and "pages of 48 tokens do not work with keys per channel of 32 tokens per scale" in err

@@ -19,7 +19,6 @@ from kvtuner.runtime_loader.model_check import (
     calibrated_positions,
     check_model,
     check_token_groups,
-    refuse_per_channel,
 )
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -77,15 +76,12 @@ def test_keys_per_channel_need_a_window_of_a_group(profile_of: ProfileOf) -> Non
         check(per_channel(4, 32), config)
         with pytest.raises(ProfileError, match="32 tokens per scale need residual_length 32 or more, not 31"):
             check(per_channel(4, 31), config)
-    refuse_per_channel(per_channel(16, 0))
     latents = ModelGeometry(2, 8, 1, 64, 0, rope_dim=16)
     layout = ScaleLayout(32, granularity="per_channel")
     with pytest.raises(ProfileError, match="latents are stored per token, not per channel"):
         check_token_groups(
             uniform_profile(latents, PrecisionPair(4, 4), served.model, k_layout=layout, window=ExactWindow(32))
         )
-    with pytest.raises(ProfileError, match="the engine does not read keys per channel: SGLang on a processor"):
-        refuse_per_channel(per_channel(4, 32))
 
 
 def test_an_exact_window_is_kept_by_the_transformers_cache_and_asked_of_servers(

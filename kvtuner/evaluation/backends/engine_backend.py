@@ -12,6 +12,7 @@ from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
 from kvtuner.runtime_loader.engine.generation import SamplingParameters
 from kvtuner.runtime_loader.engine.local_engine import LocalEngine
 from kvtuner.runtime_loader.engine.paged_pool import DEFAULT_KV_MEMORY
+from kvtuner.runtime_loader.engine.served_model import page_size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.engine.generation import Completion
 
 CHUNK_TOKENS: Final = 2048
-PAGE_SIZE: Final = 16
 _SCORING: Final = SamplingParameters(max_tokens=0, prompt_logprobs=1)
 
 
@@ -36,11 +36,10 @@ class _Job:
     sampling: SamplingParameters
     offset: int = 0
 
-    @property
-    def num_tokens(self) -> int:
+    def num_tokens(self, page_size: int) -> int:
         """The most tokens of pages that all its requests take."""
         answer = self.sampling.max_tokens or 0
-        own = sum(len(branch) + answer + 2 * PAGE_SIZE for branch in self.branches)
+        own = sum(len(branch) + answer + 2 * page_size for branch in self.branches)
         return len(self.beginning) + own
 
 
@@ -135,7 +134,6 @@ class EngineBackend(Backend):
             self._scheme.profile,
             attend=self._read_plan,
             kv_memory=self._kv_memory(jobs, at_once),
-            page_size=PAGE_SIZE,
             max_requests=at_once,
             chunk_tokens=CHUNK_TOKENS,
             context_length=loaded.shape.context_length,
@@ -166,8 +164,9 @@ class EngineBackend(Backend):
             # Profiles count exact numbers in 16 bits, and copies without their positions.
             wide = max(1, self._loaded.model.dtype.itemsize // 2)
             per_token, copies = wide * profile.bytes_per_token(), 2 * wide * at_once * profile.window_bytes()
-        sizes = [per_token * (job.num_tokens + PAGE_SIZE) for job in jobs]
-        room_to_grow = per_token * PAGE_SIZE * at_once
+        page_size = page_size_of(profile, None)
+        sizes = [per_token * (job.num_tokens(page_size) + page_size) for job in jobs]
+        room_to_grow = per_token * page_size * at_once
         return copies + room_to_grow + min(sum(sizes), max(DEFAULT_KV_MEMORY, *sizes, 0))
 
 

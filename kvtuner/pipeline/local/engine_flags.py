@@ -10,6 +10,7 @@ from kvtuner.pipeline.number_readers import byte_count, port_number, positive, s
 from kvtuner.pipeline.options import ModelOptions, check_options, option, read_texts
 from kvtuner.runtime_loader.engine.engine_options import (
     ATTENTIONS,
+    DEFAULT_PAGE_SIZE,
     EVICTIONS,
     AttentionName,
     EngineOptions,
@@ -47,7 +48,12 @@ class EngineFlags:
     kv_memory: int | None = option(
         None, "size of the KV pool, such as 4GiB; at most 1GiB by default", type=byte_count, metavar="BYTES"
     )
-    page_size: int = option(_DEFAULTS.page_size, "tokens of a page", type=positive, metavar="TOKENS")
+    page_size: int | None = option(
+        None,
+        f"tokens of a page; {DEFAULT_PAGE_SIZE} by default, or a group of keys per channel if that is longer",
+        type=positive,
+        metavar="TOKENS",
+    )
     max_requests: int = option(_DEFAULTS.max_requests, "requests that run at once", type=positive, metavar="N")
     chunk_tokens: int = option(
         _DEFAULTS.chunk_tokens, "tokens of prompts in a step, beside decoding", type=positive, metavar="TOKENS"

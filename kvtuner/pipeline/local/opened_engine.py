@@ -9,7 +9,8 @@ from kvtuner.calibration.model_loading import load_model, read_shape
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.sources import model_source, searched_model
 from kvtuner.runtime_loader.engine.local_engine import LocalEngine
-from kvtuner.runtime_loader.model_check import check_model, refuse_per_channel
+from kvtuner.runtime_loader.engine.served_model import page_size_of
+from kvtuner.runtime_loader.model_check import check_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def open_engine(model: ModelOptions, flags: EngineFlags) -> LocalEngine:
     shape = read_shape(model_source(model))
     if profile is not None:  # before weights are loaded
         check_model(profile, shape.config, context_length=shape.context_length)
-        refuse_per_channel(profile)
+        page_size_of(profile, flags.page_size)
     # An engine runs on one device.
     source = replace(model_source(model), device="cuda:0" if model.device == "auto" and _has_gpu() else model.device)
     loaded = load_model(source, shape)

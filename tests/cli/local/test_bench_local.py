@@ -1,4 +1,4 @@
-"""``kvtuner bench --local``: transformers' generate, the unquantized engine and the profile in one report."""
+"""``kvtuner bench --local``: transformers' generate, the unquantized engine, the profile and KIVI's in one report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
-def test_all_three_are_measured_once_and_reported(
+def test_all_are_measured_once_and_reported(
     run: RunCommand, model_folder: ModelFolder, load_tiny: LoadTiny, profile_of: ProfileOf, corpus_file: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -26,14 +26,14 @@ def test_all_three_are_measured_once_and_reported(
     flags = (
         "--local", "--model", model_folder("llama-gqa"), "--device", "cpu", "--data", corpus_file, "--sequence-length",
         "64", "--sequences", "2,2,3", "--lengths", "10,100", "--outputs", "4", "--concurrency", "1,3", "--batches", "2",
-        "--rounds", "1", "--repeats", "2", "--prompt", "32", "--output", "4", "--memory-bandwidth", "1000000", "--out",
-        tmp_path / "bench",
+        "--rounds", "1", "--repeats", "2", "--prompt", "32", "--output", "4", "--memory-bandwidth", "1000000",
+        "--against", "K4V4-per-channel", "--out", tmp_path / "bench",
     )  # fmt: skip
     status, out, err = run("bench", file, *flags, "--json")
     assert status == 0, err
     result = json.loads(out)
-    generate, _, packed = result["ways"]
-    assert [row["name"] for row in result["ways"]] == ["transformers", "bf16", "profile"]
+    generate, _, packed, _ = result["ways"]
+    assert [row["name"] for row in result["ways"]] == ["transformers", "bf16", "profile", "K4V4-per-channel"]
     assert packed["server"]["digest"] == profile.digest
     assert packed["server"]["tokens_that_fit"] is not None
     assert generate["server"]["tokens_that_fit"] is None
@@ -43,5 +43,5 @@ def test_all_three_are_measured_once_and_reported(
         assert row["left_out"] == []
     assert (tmp_path / "bench" / "bench.html").is_file()
     status, out, err = run("bench", file, *flags)
-    assert err.count("was measured before") == 3
+    assert err.count("was measured before") == 4
     assert "transformers" in out

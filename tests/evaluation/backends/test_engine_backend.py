@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fixture_types import LoadTiny, ProfileOf
 
 WINDOWS = (ExactWindow(0, 0), ExactWindow(6), ExactWindow(3, 2), ExactWindow(40))
+PER_CHANNEL = "per-channel"
 TEXTS = ("one", "and two", "of what is asked then", "0123")
 
 
@@ -32,12 +33,14 @@ def problems() -> list[Problem]:
     ]
 
 
-@pytest.fixture(params=["bf16", *WINDOWS], ids=str)
+@pytest.fixture(params=["bf16", *WINDOWS, PER_CHANNEL], ids=str)
 def scheme(request: pytest.FixtureRequest, load_tiny: LoadTiny, profile_of: ProfileOf) -> CacheScheme:
     shape = load_tiny("llama-gqa").shape
     if request.param == "bf16":
         return named_scheme("bf16", shape)
     layers = [LayerQuantization(4, 2), LayerQuantization(8, 4), LayerQuantization(2, 16)]
+    if request.param == PER_CHANNEL:
+        return ProfileScheme.of("own", profile_of(shape.config, layers, window=ExactWindow(32), token_group=32))
     return ProfileScheme.of("own", profile_of(shape.config, layers, window=request.param))
 
 

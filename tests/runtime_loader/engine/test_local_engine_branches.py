@@ -37,13 +37,19 @@ def is_empty(engine: LocalEngine) -> bool:
     return state.num_free_pages + state.num_idle_pages == state.num_pages and not engine.has_requests
 
 
-@pytest.mark.parametrize("window", [None, ExactWindow(6, 2)], ids=str)
-@pytest.mark.parametrize("page_size", [1, 4, 512])
+@pytest.mark.parametrize(
+    ("stored", "page_size"),
+    [
+        *((stored, size) for stored in (None, {"window": ExactWindow(6, 2)}) for size in (1, 4, 512)),
+        *(({"window": ExactWindow(19, 2), "token_group": 16}, size) for size in (16, 512)),
+    ],
+    ids=str,
+)
 def test_branches_answer_as_they_do_alone(
-    page_size: int, window: ExactWindow | None, models: Any, prompt: Any, engine_of: EngineOf, profile_of: ProfileOf
+    page_size: int, stored: dict[str, Any] | None, models: Any, prompt: Any, engine_of: EngineOf, profile_of: ProfileOf
 ) -> None:
     model = models()
-    profile = None if window is None else profile_of(model.config, [LayerQuantization(4, 2)] * 3, window=window)
+    profile = None if stored is None else profile_of(model.config, [LayerQuantization(4, 2)] * 3, **stored)
     options: dict[str, Any] = {"page_size": page_size, "attend": "decode", "prefix_cache_tokens": 0}
     beginning, branches = prompt(37), [prompt(length, 1) for length in (5, 1, 9, 30)]
     with engine_of(model, None, profile, **options) as engine:

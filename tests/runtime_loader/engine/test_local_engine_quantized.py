@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     EngineOf = Callable[..., LocalEngine]
 
 LAYERS = [LayerQuantization(4, 3), LayerQuantization(16, 8), LayerQuantization(8, 4)]
-WINDOWS = (NO_WINDOW, ExactWindow(6), ExactWindow(5, 3))
+BY_TOKEN: list[dict[str, Any]] = [{"window": window} for window in (NO_WINDOW, ExactWindow(6), ExactWindow(5, 3))]
+BY_CHANNEL: list[dict[str, Any]] = [
+    {"window": window, "token_group": 16} for window in (ExactWindow(16), ExactWindow(19, 2))
+]
 LENGTHS = (1, 3, 17, 40)
 NEW = 10
 # Rounding of 1e-7 may flip a code, and by that a log-probability by some hundredths; reads that differ flip many.
@@ -51,15 +54,18 @@ def mean_kl(answer: Any, wanted: Any) -> float:
     return sum(sums) / len(sums)
 
 
-@pytest.mark.parametrize("attention", ["cpu", "torch"])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("attention", "stored"),
+    [*(("cpu", each) for each in BY_TOKEN), *(("torch", each) for each in BY_TOKEN + BY_CHANNEL)],
+    ids=str,
+)
 @pytest.mark.parametrize(("attend", "plan"), [("fresh", "decode"), ("cache", "cache")])
 def test_answers_are_those_of_the_transformers_cache(
-    attend: str, plan: ReadPlanName, window: ExactWindow, attention: str, models: Any, prompt: Any,
+    attend: str, plan: ReadPlanName, stored: dict[str, Any], attention: str, models: Any, prompt: Any,
     profile_of: ProfileOf, engine_of: EngineOf,
 ) -> None:  # fmt: skip
     model = models()
-    profile = profile_of(model.config, LAYERS, window=window)
+    profile = profile_of(model.config, LAYERS, **stored)
     engine = engine_of(model, None, profile, attend=attend, attention=attention)
     asked = SamplingParameters(max_tokens=NEW, logprobs=100, ignore_eos=True)
     prompts = [prompt(length) for length in LENGTHS]
