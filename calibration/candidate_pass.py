@@ -23,6 +23,7 @@ from kvtuner.calibration.forward.exact_part import (
 )
 from kvtuner.calibration.forward.finite_check import check_finite
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
+from kvtuner.calibration.placement.sharded_weights import is_sharded
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
@@ -133,16 +134,10 @@ class CandidateMeasurement:
         step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
         for rows in batch.scored_places(self.plan).to(hidden.device).split(step):
             leaf = hidden[:, rows].detach().requires_grad_()
-            logits = self.chain.logits(self.chain.finish(leaf))
-            p = logits.detach().softmax(dim=-1)  # [batch, rows, vocab_size]
-            p_by_row = p.flatten(0, 1).to(generator.device)
-            labels = torch.multinomial(p_by_row, self.num_draws, replacement=True, generator=generator)
-            for draw, gradient in enumerate(gradients):
-                # The gradient of -log p[label] by the logits is p minus one at the label.
-                by_logits = p.clone()
-                index = labels[:, draw].reshape(*p.shape[:-1], 1).to(p.device)
-                by_logits.scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=p.dtype))
-                (g,) = torch.autograd.grad(logits, leaf, by_logits, retain_graph=draw + 1 < self.num_draws)
+            final = self.chain.finish(leaf)
+            by_final = _label_gradients(self.chain, final.detach(), self.num_draws, generator)
+            for draw, (gradient, by_label) in enumerate(zip(gradients, by_final, strict=True)):
+                (g,) = torch.autograd.grad(final, leaf, by_label, retain_graph=draw + 1 < self.num_draws)
                 gradient[:, rows] = g.to(gradient.dtype)
         return gradients
 
@@ -312,6 +307,31 @@ class CandidateMeasurement:
             candidate = Candidate(layer_id, side, bits, transform)
             sums = self.sums.setdefault(candidate, {"e_self": 0.0, "e_a": 0.0, "e_o": 0.0, "fisher": 0.0})
             sums[score] += value
+
+
+def _label_gradients(
+    chain: DecoderChain, final: Tensor, num_draws: int, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Gradients of -log p[label] by final hidden states [batch, rows, hidden_size], of labels drawn from p by row.
+
+    The gradient by the logits is p less one at the label. What p gives is the same for all draws, so a plain matrix
+    reads the whole vocabulary twice and not once more for each draw.
+    """
+    leaf = final.requires_grad_()
+    logits = chain.logits(leaf)
+    p = logits.detach().softmax(dim=-1)  # [batch, rows, vocab_size]
+    p_by_row = p.flatten(0, 1).to(generator.device)
+    labels = torch.multinomial(p_by_row, num_draws, replacement=True, generator=generator).to(p.device)
+    if not chain.has_rows_of_tokens or is_sharded(chain.head):
+        for draw in range(num_draws):
+            index = labels[:, draw].reshape(*p.shape[:-1], 1)
+            by_logits = p.scatter_add(-1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+            yield torch.autograd.grad(logits, leaf, by_logits, retain_graph=draw + 1 < num_draws)[0]
+        return
+    (expected,) = torch.autograd.grad(logits, leaf, p)
+    for draw in range(num_draws):
+        of_labels = chain.logits(leaf.flatten(0, 1), labels[:, draw]).diagonal()  # [batch * rows]
+        yield expected - torch.autograd.grad(of_labels.sum(), leaf)[0]
 
 
 def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:

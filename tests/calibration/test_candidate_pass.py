@@ -16,7 +16,7 @@ from oracles.naive_scores import (
     naive_scores,
     read_by_spec,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvtuner.calibration import candidate_pass as measure_module
 from kvtuner.calibration import row_sample
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fixture_types import RandomBatches
+    from transformers import PreTrainedModel
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
@@ -130,6 +131,45 @@ def test_scores_of_latents_are_those_of_a_naive_computation(
     for side, bits, transform in CANDIDATES[:4]:
         candidate = Candidate(1, side, bits, transform)
         expected = naive_scores(chain, batch, candidate, constants, plan, options)
+        assert_scores_agree(measurement.scores()[candidate], expected)
+
+
+class OtherLinear(nn.Linear):
+    """A head that is not known to be a plain matrix."""
+
+
+@pytest.mark.parametrize(
+    ("head", "model", "changes"),
+    [
+        ("capped", "gemma3", {"final_logit_softcapping": 1.5}),
+        ("scaled", "cohere2", {"logit_scale": 0.5}),
+        ("divided", "granite-swa", {"logits_scaling": 3.0}),
+        ("with a bias", "qwen2-bias", {}),
+        ("of another class", "qwen2-bias", {}),
+    ],
+)
+def test_labels_are_of_the_models_own_logits(
+    head: str,
+    model: str,
+    changes: dict[str, float],
+    make_model: Callable[..., PreTrainedModel],
+    chain_over: Callable[[PreTrainedModel], DecoderChain],
+    random_batches: RandomBatches,
+) -> None:
+    built = make_model(model, **changes)
+    rows = built.lm_head.weight
+    if head in ("with a bias", "of another class"):
+        head_class = OtherLinear if head == "of another class" else nn.Linear
+        built.lm_head = head_class(rows.shape[1], rows.shape[0])
+        nn.init.normal_(built.lm_head.bias)
+        built.lm_head.weight = rows
+    chain = chain_over(built)
+    assert chain.has_rows_of_tokens == (head != "of another class")
+    (batch,) = batches = random_batches(2, TOKENS, batch_size=2)
+    measurement, constants = measured(chain, batches)
+    for side, bits, transform in CANDIDATES[::2]:
+        candidate = Candidate(1, side, bits, transform)
+        expected = naive_scores(chain, batch, candidate, constants, DECODE, DEFAULTS)
         assert_scores_agree(measurement.scores()[candidate], expected)
 
 
