@@ -82,27 +82,6 @@ def test_every_rank_holds_whole_latents_and_its_share_of_queries(
     assert served.log.count(f"\n  {packed_bytes(profile):,} bytes per token") == 2
 
 
-def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
-    serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile, prompts: Prompts
-) -> None:
-    folder = model_folder("deepseek-v2", **FAMILIES["deepseek-v2"])
-    profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
-    long, short, tail = prompts(100, 40, 20)
-    longer = [*long, *tail]
-    with serve(folder, *profile, "--kvtuner-attend", "cache", "--chunked-prefill-size", "64") as server:
-        server.flush()
-        first = server.generate([long], 16)[0]
-        after_hit = server.generate([long], 16)[0]
-        together = server.generate([longer, short], 16)
-        server.flush()
-        alone = [server.generate([ids], 16)[0] for ids in (longer, short)]
-    assert first["meta_info"]["cached_tokens"] == 0 < after_hit["meta_info"]["cached_tokens"]
-    assert after_hit["output_ids"] == first["output_ids"]
-    assert together[0]["meta_info"]["cached_tokens"] >= len(long)
-    assert alone[0]["meta_info"]["cached_tokens"] == 0
-    assert [answer["output_ids"] for answer in together] == [answer["output_ids"] for answer in alone]
-
-
 def test_16_bits_and_a_server_without_a_profile_are_plain_transformers(
     serve: Serve, compare: Compare, model_folder: ModelFolder, profile_of: ProfileOf, save_profile: SaveProfile,
     prompts: Prompts,

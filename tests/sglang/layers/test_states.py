@@ -153,31 +153,6 @@ def test_both_pools_take_the_available_bytes(
     assert of_states == pytest.approx(whole / 3, abs=2 * STATE_BYTES["qwen3-next"] + 16 * packed_bytes(profile))
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", pytest.param("granite4", marks=pytest.mark.full)])
-def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
-    name: str, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile,
-    prompts: Prompts,
-) -> None:  # fmt: skip
-    """A hit takes the state that was kept at its end up again, beside the rows of its tokens."""
-    folder = model_folder(name, **FAMILIES[name])
-    profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
-    long, short, tail = prompts(150, 40, 20)
-    longer = [*long, *tail]
-    flags = (*profile, *flags_of(name), "--kvtuner-attend", "cache", "--chunked-prefill-size", "64")
-    with serve(folder, *flags, **EXACT) as server:
-        server.flush()
-        first = server.generate([long], 24)[0]
-        after_hit = server.generate([long], 24)[0]
-        together = server.generate([longer, short], 24)
-        server.flush()
-        alone = [server.generate([ids], 24)[0] for ids in (longer, short)]
-    assert first["meta_info"]["cached_tokens"] == 0 < after_hit["meta_info"]["cached_tokens"]
-    assert after_hit["output_ids"] == first["output_ids"]
-    assert together[0]["meta_info"]["cached_tokens"] > 0
-    assert alone[0]["meta_info"]["cached_tokens"] == 0
-    assert [answer["output_ids"] for answer in together] == [answer["output_ids"] for answer in alone]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_profile_is_of_the_model_that_sglang_reads_by_a_class_of_its_own(
     name: str, model_folder: ModelFolder, run_program: RunProgram, tmp_path: Path

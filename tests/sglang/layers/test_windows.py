@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         MixedProfile,
         ModelFolder,
         ProfileOf,
-        Prompts,
         Refused,
         RunProgram,
         SaveProfile,
@@ -144,28 +143,6 @@ def test_both_parts_of_a_pool_take_the_available_bytes(
     assert held == (of_windows + page) * native
     assert number(r"\n  ([\d,]+) tokens, in bytes that hold", log) == tokens
     assert ("exact copies of rank 0" in log) == bool(window.num_tokens)
-
-
-def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks_in_both_parts(
-    serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile, prompts: Prompts
-) -> None:
-    folder = model_folder("gpt-oss", **LAYERS)
-    profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
-    long, short, tail = prompts(150, 40, 20)
-    longer = [*long, *tail]
-    with serve(folder, *profile, *FLAGS, "--kvtuner-attend", "cache", "--chunked-prefill-size", "64") as server:
-        server.flush()
-        first = server.generate([long], 24)[0]
-        after_hit = server.generate([long], 24)[0]
-        # Both at once, one behind a prefix of many windows.
-        together = server.generate([longer, short], 24)
-        server.flush()
-        alone = [server.generate([ids], 24)[0] for ids in (longer, short)]
-    assert first["meta_info"]["cached_tokens"] == 0 < after_hit["meta_info"]["cached_tokens"]
-    assert after_hit["output_ids"] == first["output_ids"]
-    assert together[0]["meta_info"]["cached_tokens"] == len(long)
-    assert alone[0]["meta_info"]["cached_tokens"] == 0
-    assert [answer["output_ids"] for answer in together] == [answer["output_ids"] for answer in alone]
 
 
 @pytest.mark.parametrize(
