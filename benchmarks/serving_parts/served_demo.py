@@ -57,7 +57,7 @@ POOL: Final = 2048
 PAGE: Final = 64
 ON_CPU: Final = (
     "--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--max-running-requests", "8",
-    "--mem-fraction-static", "0.5", "--chunked-prefill-size", "-1",
+    "--mem-fraction-static", "0.5", "--chunked-prefill-size", "-1", "--sleep-on-idle",
 )  # fmt: skip
 TIERED: Final = (
     "--enable-hierarchical-cache", "--hicache-ratio", "16", "--page-size", str(PAGE), "--max-total-tokens", str(POOL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -28,6 +29,18 @@ print("started", flush=True)
 time.sleep(600)
 """
 
+FAMILY = """
+import multiprocessing, sys
+def say(generation):
+    print(generation, "sglang.srt.managers.scheduler" in sys.modules, flush=True)
+    if generation < 2:
+        child = multiprocessing.get_context("spawn").Process(target=say, args=(generation + 1,))
+        child.start()
+        child.join()
+if __name__ == "__main__":
+    say(0)
+"""
+
 
 def test_a_program_ends_with_all_that_it_started_once_its_starter_is_gone(programs: Programs, tmp_path: Path) -> None:
     if not programs.forks.is_used:
@@ -44,6 +57,15 @@ def test_a_program_ends_with_all_that_it_started_once_its_starter_is_gone(progra
     process.close()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+
+
+def test_children_of_children_have_all_imports_from_the_start(run_program: RunProgram, tmp_path: Path) -> None:
+    if os.environ.get("KVTUNER_TESTS_FORK") == "0":
+        pytest.skip("nothing is forked")
+    program = tmp_path / "family.py"
+    program.write_text(FAMILY)
+    done = run_program(str(program))
+    assert done.stdout.splitlines() == [f"{generation} True" for generation in range(3)], done.stderr[-2000:]
 
 
 def test_programs_run_the_sglang_that_tests_found(run_program: RunProgram) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from oracles import all_figures
 
 from kvtuner.calibration.batches import Batch
 from kvtuner.calibration.forward import streamed_layers as streaming
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 pytest.importorskip("accelerate", reason="--stream reads layers by accelerate")
 
-PROGRAM = Path(__file__).with_name("streaming_program.py")
 BATCHES = [
     Batch(number, torch.arange(9).unsqueeze(0) * 7 % 50 + number, torch.arange(9).unsqueeze(0)) for number in range(5)
 ]
@@ -44,7 +44,7 @@ def streamed_chain(folder: Path) -> DecoderChain:
 
 def run_program(*arguments: object) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        [sys.executable, all_figures.__file__, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -59,7 +59,7 @@ def run_program(*arguments: object) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-bias", "gpt-oss", "qwen3-next", "qwen2.5-vl"])
 def test_all_figures_are_those_of_the_model_in_memory(name: str, model_folder: ModelFolder) -> None:
-    whole, streamed = (run_program(model_folder(name), loading)["figures"] for loading in ("whole", "streamed"))
+    whole, streamed = (all_figures.figures_of(str(model_folder(name)), loading) for loading in ("whole", "streamed"))
     assert streamed == whole
 
 
@@ -223,9 +223,9 @@ def test_a_model_ten_times_the_memory_gives_the_figures_of_the_model_in_memory(
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="30MB")
     make_tokenizer().save_pretrained(folder)
     del model
-    whole = run_program(folder, "whole")["figures"]
+    whole = run_program(folder, "whole")
     procs = memory_cgroup(num_bytes // 10)
-    streamed = run_program(folder, "streamed", procs)["figures"]
+    streamed = run_program(folder, "streamed", procs)
     assert streamed == whole
     with pytest.raises(AssertionError, match="status -9"):  # the limit is one that the model in memory exceeds
         run_program(folder, "whole", procs)

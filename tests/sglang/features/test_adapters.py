@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fixture_types import Json, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
     from sglang_server import Server
 
-TOKENS = 24
+TOKENS = 12
 TIE = 0.01
 """Nats between the two likeliest tokens that a flipped code may turn round."""
 SERVERS = (
