@@ -42,6 +42,7 @@ _OTHER_ATTENTION: Final = {
 _ATTENTION: Final = ("full_attention", "attention")
 _STATES: Final = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """The names of layers without keys: those with a state of another kind, and those with none."""
+_WITHOUT_STATES: Final = ("moe", "mlp")
 _BESIDE_STATES: Final = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 """The attention of layers that have both."""
 
@@ -125,6 +126,12 @@ def has_states(config: ConfigLike) -> bool:
     """Whether some layer keeps something else than keys and values of tokens, such as a recurrent state."""
     kinds = layer_kinds(config.get_text_config(decoder=True))
     return any(kind in _STATES or kind in _BESIDE_STATES for kind in kinds)
+
+
+def num_state_layers(config: ConfigLike) -> int:
+    """The layers that keep a state of each request, beside keys or without any."""
+    kinds = layer_kinds(config.get_text_config(decoder=True))
+    return sum((kind in _STATES and kind not in _WITHOUT_STATES) or kind in _BESIDE_STATES for kind in kinds)
 
 
 def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:

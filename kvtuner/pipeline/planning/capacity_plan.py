@@ -17,6 +17,7 @@ from kvtuner.pipeline.planning.scheme_capacity import SchemeCapacity, SchemeSize
 from kvtuner.pipeline.planning.search_cost import SearchCost, search_cost
 from kvtuner.pipeline.planning.served_weights import ServedWeights, served_weights
 from kvtuner.pipeline.planning.server_memory import ServerMemory, size_text
+from kvtuner.pipeline.planning.state_cost import state_cost
 from kvtuner.pipeline.stages.search_run import calibration_options
 from kvtuner.precision import MIB, ExactWindow
 
@@ -111,6 +112,7 @@ class CapacityPlan:
             "weights": asdict(self.weights),
             "rank_weights_bytes": server.rank_weights_bytes,
             "pool_bytes": server.pool_bytes,
+            "states": None if server.states is None else {**asdict(server.states), "count": server.num_states},
             "window": {"residual_length": options.residual_length, "sinks": options.sinks},
             "schemes": [asdict(row) for row in self.schemes],
             "advice": asdict(self.advice),
@@ -200,6 +202,7 @@ def _possible_ranks(sizes: SchemeSizes) -> list[int]:
     for tp_size in range(sizes.server.tp_size + 1, heads + 1):
         try:
             sizes.shape.geometry.kv_heads_of_rank(0, tp_size)
+            state_cost(sizes.shape, tp_size=tp_size)
         except GeometryError:
             continue
         possible += [tp_size] if heads % tp_size == 0 else []

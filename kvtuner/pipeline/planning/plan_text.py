@@ -12,6 +12,7 @@ from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
+from kvtuner.pipeline.planning.state_cost import STATES_SHARE
 from kvtuner.pipeline.planning.window_cost import window_share
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
@@ -51,12 +52,14 @@ def memory_facts(plan: CapacityPlan) -> Table:
     requests = f"{count(options.concurrency)} of " if options.concurrency else ""
     ranks = f" (TP {options.tp_size} x PP {options.pp_size})" if max(options.tp_size, options.pp_size) > 1 else ""
     fraction = f"static share {server.static_fraction:g}"
+    states = [("states", f"{size_text(server.states_bytes)} of the cache, {count(server.num_states)} of them")]
     return Table.of_facts([
         ("requests", f"{requests}{count(server.context_length)} tokens"),
         ("GPUs", f"{options.tp_size * options.pp_size} x {gpu} of {memory}{ranks}"),
         ("SGLang keeps", f"{size_text(server.kept_bytes)} of each for activations and graphs ({fraction})"),
         ("weights", f"{size_text(server.rank_weights_bytes)} of each, {plan.weights.origin}"),
         ("cache", f"{size_text(server.pool_bytes)} of each"),
+        *(states if server.states else ()),
     ])  # fmt: skip
 
 
@@ -158,6 +161,15 @@ def assumptions(plan: CapacityPlan) -> list[str]:
         texts.append(
             f"bytes and bits are of full layers; of those with a window SGLang keeps {kept}, unquantized, which takes"
             f" {count(math.ceil(native))} bytes more of each token"
+        )
+    server = plan.server
+    if server.states is not None:
+        most = server.num_states // server.states.per_request
+        texts.append(
+            f"layers keep a state of {count(server.states.num_bytes)} bytes beside keys, unquantized; SGLang gives"
+            f" states {STATES_SHARE:g} of the bytes of tokens (--mamba-full-memory-ratio), and a running request up to"
+            f" {server.states.per_request} of them, so that {count(most)} may run; a prefix that is kept"
+            " takes one"
         )
     if rows:
         window = plan.window

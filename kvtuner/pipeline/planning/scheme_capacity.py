@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import BudgetError, ServingError
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
+from kvtuner.pipeline.planning.state_cost import state_cost
 from kvtuner.pipeline.planning.window_cost import window_bytes_per_token
 from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
@@ -59,11 +60,8 @@ class SchemeSizes:
     def __init__(self, shape: ModelShape, quant: QuantizationOptions, server: ServerMemory) -> None:
         if shape.geometry.is_latent and server.pp_size > 1:
             raise ServingError("SGLang serves packed latents (MLA) in no pipeline stages yet: plan with --pp-size 1")
-        if not all(layer.kind.owns_cache for layer in shape.cache.layers):
-            raise ServingError(
-                "a plan does not count the states that SGLang keeps of layers without keys yet: leave the plan out"
-            )
-        self.shape, self.quant, self.server = shape, quant, server
+        states = state_cost(shape, tp_size=server.tp_size, pp_size=server.pp_size)
+        self.shape, self.quant, self.server = shape, quant, replace(server, states=states)
         self.ranks = serving_ranks(quant, shape, tp_size=server.tp_size, pp_size=server.pp_size)
         rows = self.ranks.shape
         self._copies_of_layer = self._copies([SMALLEST_PAIR])
@@ -77,7 +75,7 @@ class SchemeSizes:
         # No kernel reads latents yet, so that nobody knows what one works in.
         self.workspace_bytes = 0 if shape.geometry.is_latent else attention_bytes(attention)
 
-    def serving(self, **changes: int) -> SchemeSizes:
+    def serving(self, **changes: Any) -> SchemeSizes:
         """The same by another server."""
         return SchemeSizes(self.shape, self.quant, replace(self.server, **changes))
 
@@ -139,7 +137,7 @@ class SchemeSizes:
         concurrency, context = self.server.max_running_requests, self.server.context_length
         assert concurrency is not None
         # The server has one slot more than requests.
-        room = self.server.pool_bytes - self.workspace_bytes
+        room = self.server.pool_bytes - self.server.states_bytes - self.workspace_bytes
         room -= max(map(len, self.ranks.stages)) * self._copies_of_layer
         # The budget counts windows alone, of which the server keeps more.
         windows = self.shape.cache.window_bytes(context, self.server.tp_size)

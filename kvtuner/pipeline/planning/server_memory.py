@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from kvtuner.pipeline.planning.state_cost import STATES_SHARE, StateCost
 from kvtuner.precision import GIB, MIB
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool, most_requests
 
@@ -74,6 +75,7 @@ class ServerMemory:
         pp_size: The pipeline stages.
         context_length: The tokens that a request may have.
         max_running_requests: The requests that somebody asks for at once, None where SGLang decides.
+        states: The states of layers without keys, None where the model has none.
     """
 
     memory_mib: int
@@ -82,6 +84,7 @@ class ServerMemory:
     tp_size: int = 1
     pp_size: int = 1
     max_running_requests: int | None = None
+    states: StateCost | None = None
 
     @property
     def reserved_mib(self) -> float:
@@ -128,16 +131,29 @@ class ServerMemory:
         return self._static_bytes - self.rank_weights_bytes
 
     @property
+    def num_states(self) -> int:
+        """The states that SGLang keeps, beside one that pads batches; 0 where there is no room, or none is needed."""
+        if self.states is None:
+            return 0
+        share = max(self.pool_bytes, 0) * STATES_SHARE / (1 + STATES_SHARE)
+        return max(0, int((share - self.states.num_bytes) // self.states.num_bytes))
+
+    @property
+    def states_bytes(self) -> int:
+        """The bytes of all states on a rank."""
+        return 0 if self.states is None else (self.num_states + 1) * self.states.num_bytes
+
+    @property
     def _static_bytes(self) -> int:
         return int(self.memory_mib * self.static_fraction * MIB)
 
     def request_slots(self, num_tokens: int, cost: CacheCost) -> int:
         """The requests that a server with a pool of so many tokens runs at once."""
-        if self.max_running_requests is not None:
-            return min(self.max_running_requests, num_tokens // 2)
         estimate = int(num_tokens / self.context_length * _SLOTS_OF_CONTEXTS)
-        slots = min(max(min(estimate, _MOST_SLOTS), _LEAST_SLOTS), num_tokens // 2)
-        if not cost.all_bytes_per_request:
+        asked = self.max_running_requests
+        slots = min(max(min(estimate, _MOST_SLOTS), _LEAST_SLOTS) if asked is None else asked, num_tokens // 2)
+        slots = self._with_states(slots)
+        if asked is not None or not cost.all_bytes_per_request:
             return slots
         return min(slots, most_requests(num_tokens, cost.all_bytes_per_token, cost.all_bytes_per_request))
 
@@ -148,8 +164,8 @@ class ServerMemory:
 
     def tokens(self, cost: CacheCost) -> int:
         """The tokens that fit; 0 where a server would refuse to start, since copies take most of the memory."""
-        available = self.pool_bytes - cost.workspace_bytes
-        if available < cost.bytes_per_token:
+        available = self.pool_bytes - self.states_bytes - cost.workspace_bytes
+        if available < cost.bytes_per_token or (self.states is not None and not self.num_states):
             return 0
         num_tokens = largest_pool(available, cost.bytes_per_token, 1, lambda n: self.copies_bytes(n, cost))
         copies = self.copies_bytes(num_tokens, cost) if cost.bytes_per_request else 0
@@ -157,8 +173,12 @@ class ServerMemory:
 
     def requests(self, num_tokens: int, cost: CacheCost) -> int:
         """The requests of the whole context that so many tokens hold; by SGLang's choice, those that it runs."""
-        held = num_tokens // self.context_length
+        held = self._with_states(num_tokens // self.context_length)
         return held if self.max_running_requests is not None else min(held, self.request_slots(num_tokens, cost))
+
+    def _with_states(self, requests: int) -> int:
+        """Those of some requests that states suffice for."""
+        return requests if self.states is None else min(requests, self.num_states // self.states.per_request)
 
 
 def gib(num_bytes: float) -> float:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen2Config
+from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen2Config, Qwen3NextConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`hub_model("llama" or "qwen", **changes)`: a folder like Llama-3.1-8B's or Qwen2.5-7B's, without weights.
 
     "deepseek-v3" has latents. "gpt-oss" and "gemma3" are like gpt-oss-20b's and Gemma 3's of 12B, whose layers have
-    windows, of 8 bits a weight.
+    windows, of 8 bits a weight. "qwen3-next" has states beside keys, as its default configuration says.
     """
 
     def make(name: str, **changes: Any) -> Path:
@@ -42,6 +42,8 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             own = {"architectures": [f"{'GptOss' if name == 'gpt-oss' else 'Gemma3'}ForCausalLM"], "dtype": "bfloat16"}
             heads = {"num_hidden_layers": 24, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
             config, total = make_config(**own, **(heads if name == "gpt-oss" else {}), **changes), GPT_OSS_BYTES
+        elif name == "qwen3-next":
+            config, total = Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], dtype="bfloat16", **changes), 0
         elif name == "deepseek-v3":
             config = DeepseekV3Config(
                 architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16", max_position_embeddings=163_840, **changes

@@ -173,9 +173,44 @@ def test_every_rank_holds_whole_latents_and_the_rotary_channels_beside_them(hub_
         plan_of(hub_model("deepseek-v3"), **options, pp_size=2)
 
 
-def test_layers_without_keys_are_not_planned(model_folder: Callable[..., Path]) -> None:
-    with pytest.raises(ServingError, match="does not count the states that SGLang keeps"):
-        plan_of(model_folder("qwen3.5"), gpu="H100")
+@pytest.mark.parametrize(("concurrency", "residual_length"), [(None, 0), (20, 32), (700, 32)])
+def test_states_are_taken_from_the_cache_before_tokens(
+    hub_model: HubModel, concurrency: int | None, residual_length: int
+) -> None:
+    options = {"gpu": "H100", "weights": 40 * GIB, "context_length": 8192, "residual_length": residual_length}
+    plan = plan_of(hub_model("qwen3-next"), **options, concurrency=concurrency)
+    # 16 key heads, 32 value heads of 128 x 128 in float32, and three inputs of a convolution in bfloat16.
+    state = 36 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128))
+    pool = plan.server.pool_bytes
+    assert plan.server.num_states == int((pool * 0.9 / 1.9 - state) // state)
+    room, most = pool - (plan.server.num_states + 1) * state, plan.server.num_states // 5
+    assert 20 < most < 60
+    bf16 = plan.schemes[0]
+    assert bf16.bytes_per_token == 12 * 2 * 2 * 2 * 256  # of the layers with keys alone
+    assert bf16.tokens == room // bf16.bytes_per_token
+    for row in plan.schemes:
+        slots = (min(concurrency or 10**6, most) + 1) * row.copies_bytes_per_request
+        assert row.tokens == (room - row.workspace_bytes - slots) // row.bytes_per_token
+        assert row.requests == min(row.tokens // 8192, most)
+    assert (plan.advice.choice == "none") == (concurrency is not None and concurrency > most)
+    assert f"so that {most} may run" in " ".join(assumptions(plan))
+    with pytest.raises(ServingError, match="plan with --pp-size 1"):
+        plan_of(hub_model("qwen3-next"), **options, pp_size=2)
+
+
+def test_states_beside_keys_in_every_layer_are_counted_too(model_folder: Callable[..., Path]) -> None:
+    plan = plan_of(model_folder("falcon-h1"), gpu="H100")
+    assert plan.server.states is not None and plan.server.states_bytes > plan.server.pool_bytes // 3
+
+
+def test_states_for_which_sglang_has_no_pool_are_not_planned(model_folder: Callable[..., Path]) -> None:
+    with pytest.raises(ServingError, match="SGLang has no pool for the states of OlmoHybridForCausalLM"):
+        plan_of(model_folder("olmo-hybrid"), gpu="H100")
+
+
+def test_ranks_that_states_cannot_be_split_over_are_refused(hub_model: HubModel) -> None:
+    with pytest.raises(GeometryError, match="states of 24 heads or channels cannot be split among 16 ranks"):
+        plan_of(hub_model("qwen3-next", linear_num_value_heads=24), gpu="H100", weights=40 * GIB, tp_size=16)
 
 
 def test_the_cheapest_scheme_is_bf16_then_fp8_then_a_search_then_none(hub_model: HubModel) -> None:

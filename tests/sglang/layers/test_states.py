@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ import pytest
 from served_layers.two_kinds import TEXT_ALONE, number, packed_bytes
 from transformers import AutoConfig
 
+from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.exported_configs.profile.build import LayerQuantization
-from kvtuner.precision import ExactWindow
+from kvtuner.pipeline.planning.server_memory import ServerMemory
+from kvtuner.pipeline.planning.state_cost import state_cost
+from kvtuner.precision import GIB, MIB, ExactWindow
 
 if TYPE_CHECKING:
     from fixture_types import (
@@ -181,3 +185,24 @@ def test_what_does_not_go_with_states_is_refused(
     folder = model_folder(name, **given)
     of_heads = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "32")
     assert refused(folder, *of_heads, *BY_NAME, *flags).startswith(line)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_counts_the_states_that_sglang_keeps(
+    name: str, model_folder: ModelFolder, run_program: RunProgram, tmp_path: Path
+) -> None:
+    folder = checkpoint(name, model_folder, tmp_path)
+    ranks, available = (1, 2, 4), (MIB, 3 * MIB + 1, 5 * GIB, 61 * GIB + 12_345)
+    program = Path(__file__).parents[1] / "programs/state_program.py"
+    done = run_program(str(program), str(folder), *TEXT_ALONE, json.dumps([ranks, available]))
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    shape = read_shape(ModelSource(str(folder)))
+    costs = [state_cost(shape, tp_size=tp_size) for tp_size in ranks]
+    assert [6 * cost.num_bytes for cost in costs] == answers["bytes"]  # five states, and one that pads batches
+    assert {cost.per_request for cost in costs} == {answers["per_request"]}
+    empty = ServerMemory(81_559, 0, 512, states=costs[0])
+    servers = [replace(empty, weights_bytes=empty.pool_bytes - num_bytes) for num_bytes in available]
+    assert [server.num_states for server in servers] == [states for states, _ in answers["pools"]]
+    for server, (_, rest) in zip(servers, answers["pools"], strict=True):
+        assert server.pool_bytes - server.states_bytes == pytest.approx(rest, abs=1)  # SGLang's are in GiB, as floats
