@@ -117,11 +117,15 @@ class Machine:
         return statistics.median(times) / len(runs)
 
     def copy_bytes_per_s(self) -> float:
-        """Bytes read plus bytes written by a large copy."""
+        """Bytes read plus bytes written by a large copy, by the driver or by a kernel, whichever is faster.
+
+        In a graph the driver's copy reached 2.8 TB/s on an H200, where kernels read 4.4.
+        """
         size = 1 << 16 if self.smoke else COPIED_BYTES
-        source, target = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-        source.random_(255)
-        return 2 * size / self.seconds([lambda: target.copy_(source)])
+        source, target = (torch.empty(size // 8, dtype=torch.int64, device=self.device) for _ in range(2))
+        source.random_()
+        copies = (lambda: target.copy_(source), lambda: torch.bitwise_not(source, out=target))
+        return max(2 * size / self.seconds([copy]) for copy in copies)
 
 
 def replays_of(seconds: float) -> int:
