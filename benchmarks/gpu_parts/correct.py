@@ -191,9 +191,11 @@ def _extend_error(case: Case, machine: Machine, attention: TritonAttention, laye
         states(machine, sum(case.fresh), count, shape.head_dim, seed) for seed, count in enumerate(heads, 3)
     )
     scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
+    read_as = torch.float32
     bounds = ExtendBounds(_starts(case.fresh, machine), _starts(case.lengths, machine), slots, max(case.fresh))
     if case.what == "prefill":
         chunk = JoinedChunk.of(bounds, len(q))
+        read_as = machine.dtype
         joined = attention.read_prefix(q, *layer, bounds, chunk)
         assert joined is not None, "prefixes are worth reading back"
         for fresh, side in zip((k_new, v_new), joined, strict=True):
@@ -202,7 +204,7 @@ def _extend_error(case: Case, machine: Machine, attention: TritonAttention, laye
         output = attended_in_turn(q, *joined, chunk.queries, chunk.ends, *most, scores.scale, torch.empty_like(q))
     else:
         output = attention.extend(q, k_new, v_new, *layer, bounds, scores)
-    return error_of(output, exact(q, *layer, slots, case.lengths, scores, (case.fresh, k_new, v_new)))
+    return error_of(output, exact(q, *layer, slots, case.lengths, scores, (case.fresh, k_new, v_new), read_as))
 
 
 def _decode_error(case: Case, machine: Machine, attention: TritonAttention, layer: Layer, slots: Tensor) -> float:
@@ -281,10 +283,10 @@ def _misread(machine: Machine, side: PackedRows, slots: Tensor) -> float:
 
 def exact(
     q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor, lengths: tuple[int, ...], scores: ScoreScaling,
-    fresh: tuple[tuple[int, ...], Tensor, Tensor] | None = None,
+    fresh: tuple[tuple[int, ...], Tensor, Tensor] | None = None, read_as: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Causal attention in float64 over the rows as they are read back, and over new tokens."""
-    k, v = (side.read(slots, torch.float32).double() for side in (keys, values))
+    """Causal attention in float64 over the rows as they are read back, rounded to `read_as`, and over new tokens."""
+    k, v = (side.read(slots, torch.float32).to(read_as).double() for side in (keys, values))
     counts = (1,) * len(lengths) if fresh is None else fresh[0]
     outputs, first, begin = [], 0, 0
     for length, count in zip(lengths, counts, strict=True):

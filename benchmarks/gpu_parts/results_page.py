@@ -101,9 +101,13 @@ def _correct(rows: list[Row]) -> Iterator[str]:
         yield f"- **{row['case']}: {row.get('why', '')} error {row['error']:.3g}, limit {row['limit']:g}**"
     errors: dict[str, list[float]] = {}
     for row in rows:
-        errors.setdefault(row["case"].split()[0], []).append(row["error"])
+        if row["passed"] is not None:
+            errors.setdefault(row["case"].split()[0], []).append(row["error"])
     for operation, listed in errors.items():
         yield f"- {operation}: {len(listed)} cases, largest error {max(listed):.3g}"
+    for row in rows:
+        if row["passed"] is None:
+            yield f"- not checked: {row['case']}, {row['why']}"
     yield ""
 
 
@@ -204,5 +208,6 @@ def _time(copied: float, row: Row) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        return "/".join(str(value[name]) for name in ("tokens", "warps", "stages"))
+        heads = f", {value['heads']} heads" if value.get("heads", 1) > 1 else ""
+        return "/".join(str(value[name]) for name in ("tokens", "warps", "stages")) + heads
     return NOT_MEASURED if value is None else str(value)

@@ -61,6 +61,13 @@ CANDIDATES: Final = tuple(
 JOINED_CANDIDATES: Final = (DecodeLaunch(32, 1, 3, asm=True, registers=160, heads=JOINED),)
 """The same of programs of several KV heads. Blocks of 64 tokens take 4 % fewer instructions, but as much memory as two
 such programs, and spill at 4 bits; those of 16 take half as many instructions more."""
+JOINED_SWEPT: Final = tuple(
+    DecodeLaunch(tokens, warps, stages, asm=True, registers=registers, heads=JOINED)
+    for tokens, warps, stages, registers in (
+        (32, 1, 3, 160), (32, 1, 4, 160), (32, 2, 3, None), (64, 2, 2, None), (64, 2, 3, None), (16, 1, 4, 128),
+    )
+)  # fmt: skip
+"""Those that `sweep` times, more warps and smaller blocks too, which instructions do not speak for."""
 Row = dict[str, Any]
 
 
@@ -278,7 +285,7 @@ def _sweep(machine: Machine, pair: PrecisionPair, shape: HeadShape, num_requests
 
     programs = [count * Device.of(machine.device).processors for count in (1, 4, 8, 16, 32)]
     joins = shape.num_kv_heads % JOINED == 0 and shape.gqa * JOINED <= NARROW
-    candidates = (*CANDIDATES, *(JOINED_CANDIDATES if joins else ()))
+    candidates = (*CANDIDATES, *(JOINED_SWEPT if joins else ()))
     splits_of_processors = {count // (num_requests * shape.num_kv_heads) or 1 for count in programs}
     for candidate, splits in itertools.product(candidates, sorted(splits_of_processors)):
         settings = replace(candidate, asm=candidate.asm and not machine.smoke)
