@@ -285,7 +285,7 @@ def _sweep(machine: Machine, pair: PrecisionPair, shape: HeadShape, num_requests
 
     programs = [count * Device.of(machine.device).processors for count in (1, 4, 8, 16, 32)]
     joins = shape.num_kv_heads % JOINED == 0 and shape.gqa * JOINED <= NARROW
-    candidates = (*CANDIDATES, *(JOINED_SWEPT if joins else ()))
+    candidates = (*CANDIDATES, *(JOINED_SWEPT if joins else ()))[:: 4 if machine.smoke else 1]
     splits_of_processors = {count // (num_requests * shape.num_kv_heads) or 1 for count in programs}
     for candidate, splits in itertools.product(candidates, sorted(splits_of_processors)):
         settings = replace(candidate, asm=candidate.asm and not machine.smoke)
