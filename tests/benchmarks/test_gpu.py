@@ -35,9 +35,15 @@ def gpu(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=variables)
 
 
-def test_a_smoke_run_checks_and_times_everything(tmp_path: Path) -> None:
-    # Servers have a test of their own, tests/benchmarks/serving_parts/test_served_demo.py.
-    sections = [name for name in SECTIONS if name != "server"]
+# Servers have a test of their own, tests/benchmarks/serving_parts/test_served_demo.py.
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(("correct", "decode", "stores", "sweep"), id="some"),
+        pytest.param(tuple(name for name in SECTIONS if name != "server"), id="all", marks=pytest.mark.full),
+    ],
+)
+def test_a_smoke_run_checks_and_times_everything(sections: tuple[str, ...], tmp_path: Path) -> None:
     done = gpu("--smoke", "--only", *sections, "--sweep", "K4V4", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())

@@ -36,7 +36,7 @@ def wheel_for(machine: str, pure: Path, out: Path) -> Path:
     return make_wheel(pure, machine, out)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_wheel_has_every_file_of_the_pure_one_and_a_library_for_each_instruction_set(
     machine: str, pure_wheel: Path, tmp_path: Path

@@ -41,7 +41,7 @@ def test_the_key_biases_are_qwens_and_change_no_prediction() -> None:
     assert abs(nll[1] - nll[0]) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_training_script_writes_a_model_of_the_kind_that_is_shipped(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 

@@ -25,7 +25,7 @@ from kvtuner.exported_configs.profile.load import load_profile  # noqa: E402
 SKIPPED = ["default flags: graphs captured and replayed", "hierarchical cache: pages back from pinned memory"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.sglang
 def test_both_servers_agree_with_transformers_on_a_processor(tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -44,7 +44,9 @@ WINDOWS = {"gemma3": ExactWindow(8, 2), "gpt-oss": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "gemma2")) for name in FAMILIES]
+)
 def test_full_layers_are_packed_and_windows_are_read_by_sglangs_own_kernels(
     name: str, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
 ) -> None:
@@ -77,7 +79,7 @@ def test_ranks_share_the_heads_of_both_parts_and_their_sinks(
     assert served.log.count("layers 0, 2, 4 have windows, in a part of their own") == 2
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.full)])
 def test_16_bits_are_plain_transformers_with_windows(
     name: str, compare_served: CompareServed, model_folder: ModelFolder, profile_of: ProfileOf
 ) -> None:
