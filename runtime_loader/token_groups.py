@@ -14,17 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens
-    from kvtuner.runtime_loader.packed_attention import PackedAttention, PackedRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
 
 
 def pack_full_groups(
-    attention: PackedAttention, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor,
-    chunks: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
+    keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunks: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Pack the groups that new tokens fill.
 
     Args:
-        attention: The implementation that stores them.
         keys: The rows of a layer's keys.
         ring: The layer's copies, which have those of single new tokens already, and not yet those of `chunks`.
         new: The new tokens.
@@ -46,4 +44,4 @@ def pack_full_groups(
             chunk = slice(tokens[request], tokens[request + 1])
             at, states = torch.cat((at, chunks[0][chunk])), torch.cat((states, chunks[1][chunk].to(states.dtype)))
         if full := len(at) // group * group:
-            attention.store_side(keys, at[:full], states[:full])
+            keys.write(at[:full], states[:full])
