@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -59,8 +58,10 @@ def test_a_program_ends_with_all_that_it_started_once_its_starter_is_gone(progra
     assert not alive
 
 
-def test_children_of_children_have_all_imports_from_the_start(run_program: RunProgram, tmp_path: Path) -> None:
-    if os.environ.get("KVTUNER_TESTS_FORK") == "0":
+def test_children_of_children_have_all_imports_from_the_start(
+    programs: Programs, run_program: RunProgram, tmp_path: Path
+) -> None:
+    if not programs.forks.is_used:
         pytest.skip("nothing is forked")
     program = tmp_path / "family.py"
     program.write_text(FAMILY)

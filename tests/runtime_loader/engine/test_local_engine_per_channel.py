@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from uncached_forward import uncached_logits
+from uncached_forward import exact_pairs, uncached_logits
 
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -16,7 +15,7 @@ from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.engine.generation import SamplingParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from fixture_types import ProfileOf
     from torch import Tensor
@@ -32,17 +31,6 @@ WINDOW = ExactWindow(19, 2)
 LAYERS = [LayerQuantization(2, 4), LayerQuantization(4, 2), LayerQuantization(16, 2)]
 NEW = 40
 ASKED = SamplingParameters(max_tokens=NEW, logprobs=100, ignore_eos=True)
-
-
-def reads_of(total: int, cuts: Sequence[int], own_from: int = 0) -> Tensor:
-    """The pairs of query and key that are exact: by the window from the first token that was computed for the request,
-    and of each chunk of the prompt within itself."""
-    query, key = torch.arange(total)[:, None], torch.arange(total)[None, :]
-    exact = (query - key < WINDOW.residual_length) | (key < WINDOW.sinks)
-    exact &= (key >= own_from) | (query < own_from)
-    for start, stop in itertools.pairwise(cuts):
-        exact[start:stop, start:stop] = True
-    return exact
 
 
 @torch.no_grad()
@@ -89,7 +77,7 @@ def test_by_cache_company_chunks_and_retraction_do_not_matter(
     assert engine.state.num_retracted > 0
     engine.close()
     for answer in answers:
-        assert reads_exactly(model, profile, answer, reads_of(200, []))
+        assert reads_exactly(model, profile, answer, exact_pairs(WINDOW, 200, []))
 
 
 @pytest.mark.parametrize("attend", ["fresh", "cache"])
@@ -106,7 +94,7 @@ def test_a_prefix_is_shared_by_whole_pages(
     hit = answer.num_cached_tokens
     assert hit == 64
     total, prefix = len(again) + NEW, len(first.prompt_token_ids)
-    exact = reads_of(total, [hit, len(again)] if is_fresh else [], hit)
+    exact = exact_pairs(WINDOW, total, [hit, len(again)] if is_fresh else [], hit)
     if is_fresh:
         exact[:prefix, :prefix] = True
     assert reads_exactly(model, profile, answer, exact)
@@ -122,7 +110,7 @@ def test_requests_of_mixed_lengths_fill_groups_of_their_own_beside_hits(
     engine.close()
     assert [answer.num_cached_tokens for answer in answers] == [32, 0, 64, 16]
     for answer in answers:
-        exact = reads_of(len(answer.prompt_token_ids) + NEW, [], answer.num_cached_tokens)
+        exact = exact_pairs(WINDOW, len(answer.prompt_token_ids) + NEW, [], answer.num_cached_tokens)
         assert reads_exactly(model, profile, answer, exact)
 
 

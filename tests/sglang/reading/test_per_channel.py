@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from uncached_forward import uncached_logits
+from uncached_forward import exact_pairs, uncached_logits
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from fixture_types import Compare, Json, ModelFolder, ProfileOf, Prompts, Refused, SaveProfile, Serve
@@ -63,17 +62,6 @@ def server(case: Case, file: str, serve: Serve) -> Iterator[Server]:
         yield server
 
 
-def reads_of(total: int, cuts: Sequence[int], own_from: int = 0) -> Tensor:
-    """The pairs of query and key that are exact: by the window from the first token that was computed here, and of
-    each chunk of the prompt within itself."""
-    query, key = torch.arange(total)[:, None], torch.arange(total)[None, :]
-    exact = (query - key < WINDOW.residual_length) | (key < WINDOW.sinks)
-    exact &= (key >= own_from) | (query < own_from)
-    for start, stop in itertools.pairwise(cuts):
-        exact[start:stop, start:stop] = True
-    return exact
-
-
 @torch.no_grad()
 def divergence(case: Case, ids: list[int], answer: Json, exact: Tensor, specs: list[dict[str, Any]]) -> float:
     """KL of an answer's predictions from those of a forward without a cache that reads some pairs exactly."""
@@ -119,7 +107,7 @@ def test_chunks_and_answers_fill_groups_of_their_own_request(case: Case, server:
     for ids in prompts(150, 3, 31, 64, seed=3):
         (answer,) = ask(case, server, [ids], 40)
         cuts = [*range(0, len(ids), CHUNK), len(ids)]
-        assert_reads(case, ids, answer, reads_of(len(ids) + 40, cuts))
+        assert_reads(case, ids, answer, exact_pairs(WINDOW, len(ids) + 40, cuts))
 
 
 def test_a_prefix_is_shared_by_whole_pages(case: Case, server: Server, prompts: Prompts) -> None:
@@ -130,7 +118,7 @@ def test_a_prefix_is_shared_by_whole_pages(case: Case, server: Server, prompts: 
     (answer,) = ask(case, server, [again], 30)
     hit = answer["meta_info"]["cached_tokens"]
     assert hit == 64
-    exact = reads_of(len(again) + 30, [hit, len(again)], hit)
+    exact = exact_pairs(WINDOW, len(again) + 30, [hit, len(again)], hit)
     exact[:60, :60] = True
     assert_reads(case, again, answer, exact)
 
@@ -145,7 +133,7 @@ def test_by_cache_company_and_cuts_do_not_matter(case: Case, file: str, serve: S
         long = ask(case, server, growing, 110)  # some are retracted
         assert "etract" in server.log
     for ids, answer in zip([*requests, *growing], [*found, *long], strict=True):
-        assert_reads(case, ids, answer, reads_of(len(ids) + len(answer["output_ids"]), []))
+        assert_reads(case, ids, answer, exact_pairs(WINDOW, len(ids) + len(answer["output_ids"]), []))
 
 
 def test_flags_ask_for_it_on_two_ranks(
