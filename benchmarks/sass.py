@@ -3,12 +3,15 @@
     python benchmarks/sass.py --arch 90
     python benchmarks/sass.py --arch 80 89 90 100 --json
     python benchmarks/sass.py --rows
+    python benchmarks/sass.py --latents --gqa 16
 
 No GPU is needed: Triton compiles for any, and its own cuobjdump disassembles. The limit beside each row is what an H200
 can issue while its memory delivers the elements (132 SMs, 4 instructions a cycle, 32 lanes, 1.755 GHz, 4.3 TB/s): a
 kernel above it is bound by instructions, not by memory. The baseline dequantizes to bf16 and then multiplies, over the
 same rows, launched as SGLang launches its own kernel and as ours is. With --rows the kernels that write and read rows
-are counted, whole, beside what memory would let them have of a bf16 tensor that is read, or written.
+are counted, whole, beside what memory would let them have of a bf16 tensor that is read, or written. With --latents the
+kernel that reads latents of 512 channels beside 64 rotary ones is counted, for a channel that is read once as key and
+as value, beside twice what a channel takes of the kernel of keys and values for as many query heads.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_fo
 from kvtuner.precision import (
     FITS,
     NATIVE_BITS,
+    PACKED_BITS,
     THREE_BITS,
     WIDE_WORD_BITS,
     WORD_BITS,
@@ -48,12 +52,16 @@ from kvtuner.precision import (
     RowShape,
     ScaleLayout,
     effective_bits,
+    num_slots,
 )
 from kvtuner.report.table import Table
 from kvtuner.runtime_loader.kernels import decode, launch
 from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
+from kvtuner.runtime_loader.kernels.latents.decode_latents import decode_latents
+from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_facts, latent_launch
 from kvtuner.runtime_loader.kernels.launch_settings import WIDE, DecodeLaunch, Device
+from kvtuner.runtime_loader.row_format import RowFormat
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12
@@ -77,6 +85,16 @@ DECODE_COLUMNS: Final = {
     "per element": "{lane_instructions_per_element:.2f}", "H200 limit": "{limit:.2f}", "registers": "{registers}",
     "buffers": "{buffers}", "spills": "{loop_spills}", "converted": "{int_to_float}",
 }  # fmt: skip
+LATENT_COLUMNS: Final = {
+    "arch": "{arch}", "bits": "{bits}", "group": "{group_size}", "query heads": "{gqa}",
+    "tokens/warps/stages": "{launch_row[tokens]}/{launch_row[warps]}/{launch_row[stages]}",
+    "a channel of a latent": "{lane_instructions_per_element:.2f}",
+    "one of keys and one of values": "{as_key_and_as_value:.2f}", "registers": "{registers}", "buffers": "{buffers}",
+    "spills": "{loop_spills}",
+}  # fmt: skip
+LATENT_CHANNELS: Final = 512
+ROTARY_CHANNELS: Final = 64
+"""The channels of a latent and beside it, as DeepSeek, Kimi and GLM have them."""
 Count = dict[str, Any]
 """The counts of one compiled kernel; the fields are those of the JSON."""
 
@@ -112,7 +130,7 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         "v_ptr": "*bf16",
         "out_ptr": "*bf16",
     }
-    kinds |= {"keys_ptr": "*bf16", "values_ptr": "*bf16"}
+    kinds |= {"keys_ptr": "*bf16", "values_ptr": "*bf16", "rotary_q_ptr": "*bf16", "rotary_ptr": "*bf16"}
     return kinds.get(name, "*fp32")
 
 
@@ -165,6 +183,26 @@ def in_flight(loop: list[str]) -> int:
     return min((int(wait[1], 16) for wait in waits if wait), default=0)
 
 
+def counts_of(kernel: Any, settings: DecodeLaunch, elements: int) -> Count:
+    """The counts of a kernel's loop and of what a program takes; a block of its loop reads so many elements."""
+    code = disassembled(kernel)
+    loop = loop_of(code)
+    names = [text.split()[0] for text in loop]
+    opcodes = collections.Counter(name.partition(".")[0] for name in names)
+    registers = re.search(r"REG:(\d+)", disassembled(kernel, "-res-usage"))
+    return {
+        "launch_row": asdict(settings),
+        "lane_instructions_per_element": lanes_per_element(len(names), settings.warps, elements, 3),
+        "int_to_float": opcodes["I2F"] + opcodes["I2FP"], "shared_stores": opcodes["STS"],
+        "waiting_loads": opcodes["LDG"],
+        "spills": spills_of(code), "loop_spills": opcodes["LDL"] + opcodes["STL"],
+        "buffers": buffers_of(kernel), "loads_in_flight": in_flight(loop),
+        "registers": int(registers[1]) if registers else -1,
+        "shared_bytes": kernel.metadata.shared,
+        "async_copies_16B": sum(name.startswith("LDGSTS") and ".128" in name for name in names),
+    }  # fmt: skip
+
+
 def measure(
     pair: PrecisionPair, shape: HeadShape, arch: int, settings: DecodeLaunch, *, baseline: bool = False, **kind: bool
 ) -> Count:
@@ -173,31 +211,37 @@ def measure(
     facts = {**launch.decode_facts(*sides, shape.gqa, settings), **PLAIN, **kind}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
     kernel = compiled(function, facts, arch, **settings.options)
-    code = disassembled(kernel)
-    loop = loop_of(code)
-    names = [text.split()[0] for text in loop]
-    opcodes = collections.Counter(name.partition(".")[0] for name in names)
     layout = ScaleLayout(shape.group_size, shape.word_bits)
     rows = RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, layout, layout)
     stored = effective_bits([pair], rows)
-    registers = re.search(r"REG:(\d+)", disassembled(kernel, "-res-usage"))
     return {
         "kernel": function.__name__, "arch": arch, "k_bits": pair.k_bits, "v_bits": pair.v_bits,
         "head_dim": shape.head_dim, "group_size": rows.k_layout.group_size, "word_bits": shape.word_bits,
-        "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa,
-        "launch_row": asdict(settings), "baseline": baseline,
-        "lane_instructions_per_element": lanes_per_element(
-            len(names), settings.warps, 2 * settings.heads * settings.tokens * shape.head_dim, 3
-        ),
-        "int_to_float": opcodes["I2F"] + opcodes["I2FP"], "shared_stores": opcodes["STS"],
-        "waiting_loads": opcodes["LDG"],
-        "spills": spills_of(code), "loop_spills": opcodes["LDL"] + opcodes["STL"],
-        "buffers": buffers_of(kernel), "loads_in_flight": in_flight(loop),
-        "registers": int(registers[1]) if registers else -1,
-        "shared_bytes": kernel.metadata.shared,
-        "async_copies_16B": sum(name.startswith("LDGSTS") and ".128" in name for name in names),
+        "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa, "baseline": baseline,
+        **counts_of(kernel, settings, 2 * settings.heads * settings.tokens * shape.head_dim),
         "limit": round(H200_LANES_PER_S * float(stored) / 8 / H200_BYTES_PER_S, 2),
     }  # fmt: skip
+
+
+def latent_kernels(args: argparse.Namespace) -> list[Count]:
+    """The counts of the kernel of latents, beside twice those of the kernel of keys and values, for a channel read."""
+    rows = []
+    rotary = KernelSide.of(empty_rows("meta", torch.bfloat16, RowFormat(1, ROTARY_CHANNELS, None), 1024))
+    for arch, bits in itertools.product(args.arch, PACKED_BITS):
+        group_size = max(128, LATENT_CHANNELS // num_slots(bits))
+        shape = HeadShape("", 1, args.gqa, LATENT_CHANNELS, group_size)
+        latents, settings = side_of(shape, bits), latent_launch(f"sm_{arch}", bits)
+        facts = {**latent_facts(latents, rotary, args.gqa, settings), "CAPPED": False, "BIASED": False}
+        kernel = compiled(decode_latents, facts, arch, **settings.options)
+        keys_and_values = HeadShape("", 1, args.gqa, 128)
+        side = side_of(keys_and_values, bits)
+        of_heads = Device(f"sm_{arch}", 0).launch(side, side, args.gqa)
+        twice = 2 * measure(PrecisionPair(bits, bits), keys_and_values, arch, of_heads)["lane_instructions_per_element"]
+        rows.append({
+            "arch": arch, "bits": bits, "group_size": group_size, "gqa": args.gqa,
+            **counts_of(kernel, settings, settings.tokens * LATENT_CHANNELS), "as_key_and_as_value": round(twice, 3),
+        })  # fmt: skip
+    return rows
 
 
 def lanes_per_element(instructions: int, warps: int, elements: int, digits: int) -> float:
@@ -270,6 +314,7 @@ def main() -> None:
     parser.add_argument("--word-bits", type=int, nargs="+", choices=WORD_BITS, default=[WIDE_WORD_BITS])
     parser.add_argument("--without-baseline", action="store_true")
     parser.add_argument("--rows", action="store_true", help="count the kernels that write and read rows instead")
+    parser.add_argument("--latents", action="store_true", help="count the kernel of latents for --gqa query heads")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -281,6 +326,9 @@ def main() -> None:
         ]
         rows = [row for arch, heads in itertools.product(args.arch, shapes) for row in rows_kernels(arch, heads)]
         table = table_of(rows, ROWS_COLUMNS, left=(0, 1, 2, 3, 4))
+    elif args.latents:
+        rows = latent_kernels(args)
+        table = table_of(rows, LATENT_COLUMNS, left=(4,))
     else:
         rows = decode_kernels(args)
         table = table_of(rows, DECODE_COLUMNS, left=(0, 1, 5, 6))

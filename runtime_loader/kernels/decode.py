@@ -43,12 +43,8 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     masked_halves,
     offset_step,
     slots_of,
+    zeros,
 )
-
-
-@triton.jit
-def _zeros(_, SHAPE: tl.constexpr):
-    return tl.zeros(SHAPE, tl.float32)
 
 
 @triton.jit
@@ -58,17 +54,47 @@ def _sum_in_lanes(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def _loaded_slots(slots_ptr, tokens, last):
+def loaded_slots(slots_ptr, tokens, last):
     """The slots of a block of tokens, [TOKENS]."""
     # Past the end slot 0 is read, whatever it holds: a log2 of -inf hides it, so that codes need no mask of tokens.
     return tl.load(slots_ptr + tokens, mask=tokens < last, other=0).to(tl.int32)
 
 
 @triton.jit
-def _row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr):
+def row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr):
     """The offsets of rows, of slots of 32 bits that are broadcast to a tile."""
     # To the whole tile before any arithmetic: what moves to the lanes that copy is then a slot and not a pointer.
     return tl.broadcast_to(slots, SHAPE).to(tl.int64) * ROW
+
+
+@triton.jit
+def scores_of_codes(
+    q, q_sums, units, thirds, grids, log2_v_scale, scale, TILE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, WORD: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Scores [TOKENS, TILE] of units [TOKENS, K_UNITS] and their grids; without a cap `log2_v_scale` is in them."""
+    IN_GROUP: tl.constexpr = slots_of(BITS) // GROUPS
+    scores = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
+    for group in tl.static_range(GROUPS):
+        # Slots of a group share a scale, so that their codes add up before it is applied.
+        products = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
+        for slot in tl.static_range(IN_GROUP):
+            codes = codes_of(group * IN_GROUP + slot, units, thirds, BITS, ASM)  # [TOKENS, K_UNITS]
+            products = tl.dot(codes, q[group * IN_GROUP + slot], products)
+        k_scale = to_columns(grids[group][0] * (scale / ONE), TILE)  # [TOKENS, 1 or TILE], as the offset
+        offset = to_columns(grids[group][1], TILE)
+        # A tensor core's products come first in every sum: of others Triton 3.8 makes a tile in another layout.
+        if WORD == 16:
+            products += q_sums[group][None, :] * offset
+        if group > 0:
+            scores += products * k_scale
+        elif CAPPED:
+            scores = products * k_scale
+        else:
+            scores = products * k_scale + to_columns(log2_v_scale, TILE)  # in a sum that is made anyway
+        if WORD == 32:
+            scores += q_sums[group][None, :] * offset
+    return scores
 
 
 @triton.jit
@@ -79,8 +105,7 @@ def _scores_of(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores [TOKENS, TILE] of a block of keys; of codes, and without a cap, `log2_v_scale` is in them already."""
-    IN_GROUP: tl.constexpr = slots_of(BITS) // GROUPS
-    rows = _row_offsets(slots[:, None], ROW, [TOKENS, unit.shape[0]])  # [TOKENS, K_UNITS]
+    rows = row_offsets(slots[:, None], ROW, [TOKENS, unit.shape[0]])  # [TOKENS, K_UNITS]
     key_ptrs = (rows_ptr + (kv_head * WIDE + unit))[None, :] + rows  # [TOKENS, K_UNITS]
     if BITS == 16:
         keys = tl.load(key_ptrs, mask=mask_tokens[:, None] & mask_units[None, :], other=0.0)  # [TOKENS, K_UNITS]
@@ -91,31 +116,14 @@ def _scores_of(
         if BITS == 3:
             thirds = load_thirds(rows_ptr, rows, kv_head, unit[None, :], mask_units[None, :], HEADS, WIDE)
         grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
-        scores = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
-        for group in tl.static_range(GROUPS):
-            # Slots of a group share a scale, so that their codes add up before it is applied.
-            products = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
-            for slot in tl.static_range(IN_GROUP):
-                codes = codes_of(group * IN_GROUP + slot, units, thirds, BITS, ASM)  # [TOKENS, K_UNITS]
-                products = tl.dot(codes, q[group * IN_GROUP + slot], products)
-            k_scale = to_columns(grids[group][0] * (scale / ONE), TILE)  # [TOKENS, 1 or TILE], as the offset
-            offset = to_columns(grids[group][1], TILE)
-            # A tensor core's products come first in every sum: of others Triton 3.8 makes a tile in another layout.
-            if WORD == 16:
-                products += q_sums[group][None, :] * offset
-            if group > 0:
-                scores += products * k_scale
-            elif CAPPED:
-                scores = products * k_scale
-            else:
-                scores = products * k_scale + to_columns(log2_v_scale, TILE)  # in a sum that is made anyway
-            if WORD == 32:
-                scores += q_sums[group][None, :] * offset
+        scores = scores_of_codes(
+            q, q_sums, units, thirds, grids, log2_v_scale, scale, TILE, TOKENS, BITS, GROUPS, WORD, CAPPED, ASM
+        )
     return scores
 
 
 @triton.jit
-def _group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
+def group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
     """The weights of a group's codes, [TOKENS, TILE]."""
     if GROUPS > 1:  # in them is the largest scale of the groups; this group's is at most that
         scaled_weights *= to_columns(grids[group][0] * inverse, scaled_weights.shape[1])  # [TOKENS, TILE]
@@ -178,7 +186,7 @@ def _add_values(
 
     Returns sums over codes, [V_UNITS, TILE] for each slot, and over minima, [TILE] for each group.
     """
-    rows = _row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]])  # [V_UNITS, TOKENS]
+    rows = row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]])  # [V_UNITS, TOKENS]
     value_ptrs = (rows_ptr + (kv_head * WIDE + unit))[:, None] + rows  # [V_UNITS, TOKENS]
     if BITS == 16:
         added = tl.zeros(acc[0].shape, tl.float32)  # [V_UNITS, TILE]
@@ -192,7 +200,7 @@ def _add_values(
         units = ()
         thirds = ()
         rounded = ()
-        weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TOKENS, TILE]
+        weights = for_each(group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TOKENS, TILE]
         min_sums = for_each(
             _shrunk_offset_sum, GROUPS, (scaled_weights, weights, grids, inverse, min_sums, shrink, WORD)
         )
@@ -287,8 +295,8 @@ def decode_split(
     bias = tl.zeros([TILE], tl.float32)  # [TILE]
     if BIASED:
         bias = scale * tl.load(bias_ptr + pairs, mask=mask_pairs, other=0.0)
-    acc = for_each(_zeros, V_SLOTS, ([V_UNITS, TILE],))  # sums of weights times codes, [V_UNITS, TILE] for each slot
-    min_sums = for_each(_zeros, V_GROUPS, ([LANES, TILE],))  # sums of weights times minima, for each group
+    acc = for_each(zeros, V_SLOTS, ([V_UNITS, TILE],))  # sums of weights times codes, [V_UNITS, TILE] for each slot
+    min_sums = for_each(zeros, V_GROUPS, ([LANES, TILE],))  # sums of weights times minima, for each group
     if WINDOWED:
         length, query_positions = positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND)  # [TILE]
         first_query = length if EXTEND else length - 1
@@ -297,7 +305,7 @@ def decode_split(
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([LANES, TILE], tl.float32)  # [LANES, TILE]
     slots_ptr += begin
-    next_slots = _loaded_slots(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
+    next_slots = loaded_slots(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
@@ -332,7 +340,7 @@ def decode_split(
         )  # fmt: skip
         # The next block's, carried over in registers: loaded by the block that needs them, they would take up one of
         # the pipeline's stages, and rows would have one buffer where they have two.
-        next_slots = _loaded_slots(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = loaded_slots(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
     total = tl.sum(total, 0)  # [TILE]
     out = partial_ptr + place[None, :] * V_DIM + v_unit[:, None]  # [V_UNITS, TILE]
     _store_partial(out, acc, min_sums, total, mask_pairs[None, :] & mask_v[:, None], V_DIM, V_BITS, V_GROUPS, V_WORD)

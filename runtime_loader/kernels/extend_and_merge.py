@@ -123,11 +123,12 @@ def merge_splits(
     partial_ptr, lse_ptr, q_indptr_ptr, out_ptr, out_stride_t, out_stride_h, num_splits, num_requests,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, MOST_SPLITS: tl.constexpr, STEPS: tl.constexpr,
     EXTEND: tl.constexpr, EXACT_PARTS: tl.constexpr, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr, sink_ptr=None,
+    DEPENDENT: tl.constexpr, sink_ptr=None, mu_ptr=None, lam_ptr=None,
 ):  # fmt: skip
     """Merge one head of one query: weight its splits, undo the values' transform, once, and add its exact parts.
 
-    Attention sinks [num_heads], where there are any, are the scores of one more token for each head, without a value.
+    Latents have the constants of their transform, mu and lambda [DIM], which all heads share. Attention sinks
+    [num_heads], where there are any, are the scores of one more token for each head, without a value.
     SPLITS partial outputs are read at once, of at most MOST_SPLITS. Where requests have one query, the splits of a
     request without tokens are not read: which these are follows from its rows, that `q_indptr_ptr` then counts.
     """
@@ -168,8 +169,13 @@ def merge_splits(
             mask=mask_written[:, None] & mask_channels[None, :], other=0.0,
         )  # fmt: skip  # [SPLITS, PADDED]
         out += tl.sum(partials * shares[:, None], 0)[None, :]
-    # Values have no constants, for which any pointer stands.
-    out = invert_steps(out, head, channels, mask_channels, out_ptr, out_ptr, STEPS, DIM)
+    if mu_ptr is not None:
+        # A mean counts once for each share of the output, of which the shares of splits are `total`.
+        shares = tl.where(total == 0.0, 1.0, total)[:, None]  # [1, 1]
+        out = invert_steps(out / shares, 0, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM) * total[:, None]
+    else:
+        # Values beside keys have no constants, for which any pointer stands.
+        out = invert_steps(out, head, channels, mask_channels, out_ptr, out_ptr, STEPS, DIM)
     for part in tl.static_range(EXACT_PARTS):
         # Exact parts are in model space, so they are added after the transform of the rows' part is undone.
         at = place + num_splits + part + tl.arange(0, 1)  # [1]

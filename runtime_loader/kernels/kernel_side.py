@@ -89,6 +89,11 @@ class KernelSide:
         return "centered" in self.steps
 
     @property
+    def has_constants(self) -> bool:
+        """Whether the transform has constants, of which values have some where they are latents alone."""
+        return "centered" in self.steps or "balanced" in self.steps
+
+    @property
     def padded(self) -> int:
         """Channels of a head, as the next power of two."""
         return int(triton.next_power_of_2(self.head_dim))

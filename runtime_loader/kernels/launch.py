@@ -11,7 +11,7 @@ import triton
 from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
 from kvtuner.runtime_loader.kernels.launch_settings import MOST_SPLITS, WIDE
-from kvtuner.runtime_loader.kernels.queries import prepare_queries
+from kvtuner.runtime_loader.kernels.queries import prepare_queries, prepared_heads
 from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
 from kvtuner.runtime_loader.kernels.transform_steps import LANES, changes_queries
@@ -130,7 +130,7 @@ def decode(
     """
     # Softmax cancels it where all keys are rows.
     biased = keys.centered and (scores.logit_cap > 0 or window is not None or scores.sink_scores is not None)
-    queries, bias = _prepare(q, keys, launch, scratch, biased=biased)
+    queries, bias = prepare(q, keys, launch, scratch, biased=biased)
     partial, lse = _attend_rows(
         q, queries, bias, keys, values, indptr, slots, scores, launch, num_splits, scratch,
         num_requests=len(q), biased=biased, window=window, exact_parts=int(window is not None),
@@ -141,7 +141,7 @@ def decode(
             grid, q, keys, values, indptr, indptr, partial, lse, scores, num_splits, len(q), window, TILE=WIDE,
             EXTEND=False, EXACT_PARTS=1, PART=0, num_warps=4,
         )  # fmt: skip
-    _merge(
+    merge(
         partial, lse, indptr, values, launch, num_splits, len(q), out, scores, extend=False,
         exact_parts=int(window is not None),
     )  # fmt: skip
@@ -158,7 +158,7 @@ def extend(
     """
     # The two are merged by the sums of their exponents, so that q . mu, which cached keys alone have lost, is added to
     # what rows say; the values' transform is undone on their part alone.
-    queries, bias = _prepare(q, keys, launch, scratch, biased=keys.centered)
+    queries, bias = prepare(q, keys, launch, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
     # What new tokens read of one another: all of it, or what is inside of their windows exactly and the rest as stored.
     tree, mask, starts, fresh = bounds.tree, bounds.tokens, bounds.tokens, [("all", k, v)]
@@ -190,7 +190,7 @@ def extend(
             window, TILE=FRESH["TILE"], EXTEND=True, EXACT_PARTS=parts, PART=parts - 1,
             **fresh_options(keys, values),
         )  # fmt: skip
-    _merge(
+    merge(
         partial, lse, bounds.tokens, values, launch, num_splits, num_requests, out, scores, extend=True,
         exact_parts=parts,
     )  # fmt: skip
@@ -280,7 +280,7 @@ def read_facts(side: KernelSide) -> Facts:
     }  # fmt: skip
 
 
-def _prepare(
+def prepare(
     q: Tensor, keys: KernelSide, launch: DecodeLaunch, scratch: Scratch, *, biased: bool
 ) -> tuple[Tensor, Tensor]:
     """Queries in the space of stored keys, and q . mu; `q` itself where it is both."""
@@ -288,10 +288,12 @@ def _prepare(
         return q, q
     queries = scratch.take(q.shape, torch.float16)
     bias = scratch.take(q.shape[:2], torch.float32) if biased else q
-    prepare_queries[(len(q), keys.num_heads)](
+    gqa = q.shape[1] // keys.num_heads
+    tiles = triton.cdiv(gqa, prepared_heads(gqa, keys.padded))
+    prepare_queries[(len(q), keys.num_heads * tiles)](
         q, q.stride(0), q.stride(1), keys.lam, keys.mu, queries, bias, HEADS=keys.num_heads,
-        GQA=q.shape[1] // keys.num_heads, DIM=keys.head_dim, PADDED=keys.padded, STEPS=keys.steps,
-        BIASED=biased, DEPENDENT=launch.dependent, **launch.launch_options,
+        GQA=gqa, DIM=keys.head_dim, PADDED=keys.padded, STEPS=keys.steps, BIASED=biased,
+        DEPENDENT=launch.dependent, **launch.launch_options,
     )  # fmt: skip
     return queries, bias
 
@@ -322,15 +324,18 @@ def _attend_rows(
     return partial, lse
 
 
-def _merge(
+def merge(
     partial: Tensor, lse: Tensor, q_indptr: Tensor, values: KernelSide, launch: DecodeLaunch, num_splits: int,
     num_requests: int, out: Tensor, scores: ScoreScaling, *, extend: bool, exact_parts: int,
 ) -> None:  # fmt: skip
-    sinks = {} if scores.sink_scores is None else {"sink_ptr": scores.sink_scores.float().contiguous()}
+    """Merge the parts of all outputs into `out`; `q_indptr` counts rows where each request has one query."""
+    extra: Facts = {} if scores.sink_scores is None else {"sink_ptr": scores.sink_scores.float().contiguous()}
+    if values.has_constants:
+        extra |= {"mu_ptr": values.mu, "lam_ptr": values.lam}
     merge_splits[(len(out), out.shape[1])](
         partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
         PADDED=values.padded, STEPS=values.steps, EXTEND=extend, EXACT_PARTS=exact_parts,
-        **merge_facts(launch, num_splits), **sinks, **launch.launch_options,
+        **merge_facts(launch, num_splits), **extra, **launch.launch_options,
     )  # fmt: skip
 
 

@@ -144,18 +144,25 @@ def softcap(x, cap):
     return tl.where(x < 0, -z, z)
 
 
+@triton.constexpr_function
+def prepared_heads(gqa, padded):
+    """Return how many query heads of a KV head a program of `prepare_queries` has: its tile fits in registers."""
+    return min(power_of_two(gqa), max(1, 8192 // padded))
+
+
 @triton.jit
 def prepare_queries(
     q_ptr, q_stride_t, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
     HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
     BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
+    """Write queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
     wait_for_kernel_before(DEPENDENT)
-    TILE: tl.constexpr = power_of_two(GQA)
+    TILE: tl.constexpr = prepared_heads(GQA, PADDED)
+    TILES: tl.constexpr = (GQA + TILE - 1) // TILE  # of a KV head
     query = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    in_group = tl.arange(0, TILE)  # [TILE]
+    kv_head = tl.program_id(1) // TILES
+    in_group = tl.program_id(1) % TILES * TILE + tl.arange(0, TILE)  # [TILE]
     channels = tl.arange(0, PADDED)  # [PADDED]
     mask_heads = in_group < GQA  # [TILE]
     mask_channels = channels < DIM  # [PADDED]

@@ -58,28 +58,72 @@ def _loaded_half(group, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr)
     return _loaded_words(0, words_ptr, slots, mask_tokens, (first + group) // 2, ROW)
 
 
+@triton.constexpr_function
+def _are_paired(heads, units, bits, groups):
+    """Return whether the short words of a head fill whole words of 32 bits."""
+    return groups % 2 == 0 and words_at(heads, units, bits, 16) % 2 == 0
+
+
+@triton.jit
+def loaded_words(
+    words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
+    ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """The words of JOINED heads as `grids_of_words` takes them, [TOKENS, JOINED] each; ROW is in units of 16 bits.
+
+    Short words are loaded two at a time: fewer than four bytes are not copied ahead of the loop.
+    """
+    first = words_at(HEADS, WIDE, BITS, WORD) + (kv_head + tl.arange(0, JOINED)) * GROUPS  # [JOINED]
+    if WORD == 32:
+        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
+    elif _are_paired(HEADS, WIDE, BITS, GROUPS):
+        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, mask_tokens, first // 2, ROW))
+    else:
+        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
+    return words
+
+
+@triton.jit
+def grids_of_words(
+    words, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The scale and the offset of each group of JOINED heads, pairs of [TOKENS, JOINED], 0 where there is no token.
+
+    The offset is the minimum or, of short words, `ONE` times the zero point.
+    """
+    first = words_at(HEADS, WIDE, BITS, WORD) + (kv_head + tl.arange(0, JOINED)) * GROUPS  # [JOINED]
+    PAIRED: tl.constexpr = _are_paired(HEADS, WIDE, BITS, GROUPS)
+    shifts = ()
+    if WORD == 16 and not PAIRED:
+        shifts = for_each(_shift_of, GROUPS, (first,))
+    return for_each(_grid_of, GROUPS, (words, shifts, PAIRED, WORD, ASM))
+
+
 @triton.jit
 def stored_grids(
     words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
     ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The scale and the offset of each group of JOINED heads, pairs of [TOKENS, JOINED], 0 where there is no token.
+    """The grids of `grids_of_words`, loaded as `loaded_words` does."""
+    words = loaded_words(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD)
+    return grids_of_words(words, kv_head, HEADS, JOINED, WIDE, BITS, GROUPS, WORD, ASM)
 
-    The offset is the minimum or, of short words, `ONE` times the zero point. ROW is in units of 16 bits. Short words
-    are loaded two at a time: fewer than four bytes are not copied ahead of the loop.
+
+@triton.jit
+def largest_scale(grids, mask_tokens, TOKENS: tl.constexpr, JOINED: tl.constexpr, ASM: tl.constexpr):
+    """The log2 and the inverse of the largest scale of a head's grids, [TOKENS, JOINED] each.
+
+    The log2 is -inf where there is no token: added to scores, it hides what was read there.
     """
-    FIRST: tl.constexpr = words_at(HEADS, WIDE, BITS, WORD)
-    first = FIRST + (kv_head + tl.arange(0, JOINED)) * GROUPS  # [JOINED]
-    PAIRED: tl.constexpr = GROUPS % 2 == 0 and FIRST % 2 == 0
-    shifts = ()
-    if WORD == 32:
-        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
-    elif PAIRED:
-        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, mask_tokens, first // 2, ROW))
-    else:
-        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
-        shifts = for_each(_shift_of, GROUPS, (first,))
-    return for_each(_grid_of, GROUPS, (words, shifts, PAIRED, WORD, ASM))
+    log2 = tl.zeros([TOKENS, JOINED], tl.float32)  # [TOKENS, JOINED]
+    inverse = tl.full([TOKENS, JOINED], 1.0, tl.float32)  # [TOKENS, JOINED]
+    if len(grids) > 0:
+        largest = tl.full([TOKENS, JOINED], 2.0**-24, tl.float32)  # [TOKENS, JOINED]
+        for group in tl.static_range(len(grids)):
+            largest = tl.maximum(largest, grids[group][0])
+        log2, inverse = log2_and_inverse(largest, ASM)  # [TOKENS, JOINED] each
+    return tl.where(mask_tokens[:, None], log2, float("-inf")), inverse
 
 
 @triton.jit
@@ -90,13 +134,7 @@ def value_grids(
 ):  # fmt: skip
     """Grids of values, a pair of [TOKENS, JOINED] for each group, and the log2 and inverse of the largest scale."""
     grids = ()  # a pair of [TOKENS, JOINED] for each group
-    log2_v_scale = tl.zeros([TOKENS, JOINED], tl.float32)  # [TOKENS, JOINED]
-    inverse = tl.full([TOKENS, JOINED], 1.0, tl.float32)  # [TOKENS, JOINED]
     if BITS != 16:
         grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
-        largest = tl.full([TOKENS, JOINED], 2.0**-24, tl.float32)  # [TOKENS, JOINED]
-        for group in tl.static_range(GROUPS):
-            largest = tl.maximum(largest, grids[group][0])
-        log2_v_scale, inverse = log2_and_inverse(largest, ASM)  # [TOKENS, JOINED] each
-    # Added to scores, it hides what was read where there is no token.
-    return grids, tl.where(mask_tokens[:, None], log2_v_scale, float("-inf")), inverse
+    log2_v_scale, inverse = largest_scale(grids, mask_tokens, TOKENS, JOINED, ASM)  # [TOKENS, JOINED] each
+    return grids, log2_v_scale, inverse

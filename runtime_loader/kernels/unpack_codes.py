@@ -52,6 +52,12 @@ def for_each(function: tl.constexpr, COUNT: tl.constexpr, arguments):
     return results
 
 
+@triton.jit
+def zeros(_, SHAPE: tl.constexpr):
+    """A tile of zeros, for each of what `for_each` counts."""
+    return tl.zeros(SHAPE, tl.float32)
+
+
 # One result for each piece of assembly: of several, Triton 3.8 gives all but the first another layout, and moves them
 # through shared memory.
 

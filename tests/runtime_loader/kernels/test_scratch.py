@@ -90,7 +90,7 @@ def test_splits_without_tokens_are_not_read(num_splits: int, row_format: MakeRow
             shares = torch.softmax(lse[request, :, :used] * torch.log(torch.tensor(2.0)), dim=-1)
             expected[request] = (partial[request, :, :used] * shares[..., None]).sum(1)
     out, indptr = torch.full_like(expected, torch.nan), torch.tensor([0, *itertools.accumulate(lengths)])
-    launch._merge(
+    launch.merge(
         partial, lse, indptr, values, INTERPRETED, num_splits, len(lengths), out, ScoreScaling(0.125), extend=False,
         exact_parts=0,
     )  # fmt: skip

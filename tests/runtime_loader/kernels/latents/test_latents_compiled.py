@@ -1,0 +1,39 @@
+"""What the kernel of latents takes by machine code: a channel is read once, as key and as value."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtuner.errors import ServingError
+from kvtuner.precision import PACKED_BITS
+from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_launch
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["90", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("80", "89", "120"))])
+def test_a_channel_takes_no_more_than_one_of_keys_and_one_of_values_but_a_tenth(arch: str) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "benchmarks/sass.py"), "--gqa", "16", "--latents", "--arch", arch, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**variables, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    assert [row["bits"] for row in rows] == list(PACKED_BITS)
+    for row in rows:
+        assert row["lane_instructions_per_element"] <= (1.1 if row["bits"] == 4 else 1.02) * row["as_key_and_as_value"]
+        assert row["buffers"] >= (2 if row["bits"] < 8 or arch in ("80", "90") else 1), row
+        assert row["loop_spills"] <= (20 if row["bits"] < 8 else 110), row
+        assert row["int_to_float"] == 0, row
+
+
+def test_an_architecture_whose_machine_code_was_not_counted_is_refused() -> None:
+    with pytest.raises(ServingError, match="has no settings for sm_100, only for sm_80, "):
+        latent_launch("sm_100", 4)
