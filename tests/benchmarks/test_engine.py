@@ -20,7 +20,7 @@ import engine as engine_benchmark  # noqa: E402
 PARTS = {"in_process", "decoding", "hits", "own_cost"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     files = {name: tmp_path / f"engine.{name}" for name in ("json", "markdown", "picture")}
     command = [

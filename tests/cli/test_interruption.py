@@ -97,14 +97,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, model_folder: ModelF
     return (out / "profile.json").read_bytes()
 
 
-KILLED = [(phase, signal.SIGKILL) for phase in PHASES]
 # Other phases of Ctrl-C are those of MOMENTS, but for make test-full.
-PRESSED = [
-    pytest.param(phase, signal.SIGINT, marks=() if phase == "refinement" else pytest.mark.full) for phase in PHASES
+IN_CI = {signal.SIGKILL: ("isolated forwards", "validation", "report"), signal.SIGINT: ("refinement",)}
+ENDED = [
+    pytest.param(phase, how, marks=() if phase in phases else pytest.mark.full)
+    for how, phases in IN_CI.items()
+    for phase in PHASES
 ]
 
 
-@pytest.mark.parametrize(("phase", "how"), [*KILLED, *PRESSED])
+@pytest.mark.parametrize(("phase", "how"), ENDED)
 def test_a_run_ended_in_any_phase_is_resumed_by_the_same_command(
     start: StartCommand,
     run: RunCommand,
@@ -139,7 +141,10 @@ def test_a_run_ended_in_any_phase_is_resumed_by_the_same_command(
     assert finished_trials(out / "study.db") == 30
 
 
-@pytest.mark.parametrize("has_storage", [False, True], ids=["run folder", "--storage"])
+@pytest.mark.parametrize(
+    "has_storage",
+    [pytest.param(False, id="run folder"), pytest.param(True, id="--storage", marks=pytest.mark.full)],
+)
 def test_two_workers_share_one_run(start: StartCommand, tmp_path: Path, has_storage: bool) -> None:
     out = tmp_path / "run"
     study = tmp_path / "studies" / "shared.db" if has_storage else out / "study.db"

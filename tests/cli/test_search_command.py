@@ -26,7 +26,7 @@ OUTPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("index", [0, 1, 2, *(pytest.param(index, marks=pytest.mark.full) for index in range(3, 7))])
 def test_the_whole_command_line_works_on_models_that_nobody_here_made(
     index: int, families: tuple[str, ...], run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:

@@ -26,9 +26,13 @@ KINDS = {
     "qwen3.5-images": "none full", "falcon-h1": "full", "qwen2.5-vl": "full", "mistral3": "full",
     "llama4-images": "window:24 full",
 }  # fmt: skip
+LIKE_OTHERS = ("gemma3", "cohere2", "olmo3", "qwen3.5", "granite4", "qwen3.5-images")
+"""Those whose layers are of the kinds of others, or that other tests search too: for `make test-full`."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in LIKE_OTHERS)) for name in KINDS]
+)
 def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_profile(
     name: str, search_whole: SearchWhole
 ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from interpreted_kernels import replace_language_once
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from kvtuner.geometry import ModelGeometry
     from kvtuner.precision import Fit, WordBits
+
+replace_language_once()
 
 SPARE = 255
 """The byte of rows that nobody wrote: their scale words are NaN."""

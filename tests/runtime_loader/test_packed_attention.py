@@ -119,7 +119,7 @@ SINKS = torch.tensor([4.0, -torch.inf, 30.0, 0.5])
     ("window", "kind"),
     [
         (ExactWindow(), "centered+hadamard"),
-        pytest.param(ExactWindow(), "none", marks=pytest.mark.slow),
+        pytest.param(ExactWindow(), "none", marks=pytest.mark.full),
         pytest.param(ExactWindow(8, 2), "centered+hadamard", marks=pytest.mark.slow),
     ],
     ids=str,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from dequantized_attention import WITH_NAN, assert_nan_is_seen_by_its_request_alone, dequantized_decode
+from oracles.dequantized_attention import WITH_NAN, assert_nan_is_seen_by_its_request_alone, dequantized_decode
 
 from kvtuner.errors import CacheError
 from kvtuner.precision import PACKED_BITS

@@ -62,7 +62,7 @@ def test_a_wheel_has_every_file_of_the_pure_one_and_a_library_for_each_instructi
     assert {tag.rpartition("-")[0] for tag in description.get_all("Tag", [])} == {"py3-none"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_installed_wheel_attends_without_a_compiler_unless_its_sources_are_others(
     pure_wheel: Path, tmp_path: Path
 ) -> None:

@@ -97,7 +97,7 @@ def test_ranks_find_what_one_process_finds(search: tuple[str, ...], by_two: Path
     assert kls[1] == pytest.approx(kls[0], rel=CODES_AT_AN_EDGE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_groups_share_the_work_of_one(search: tuple[str, ...], by_two: Path, tmp_path: Path) -> None:
     folder = tmp_path / "four"
     done = run((*TORCHRUN, "4", "-m", "kvtuner", *search, "--tp", "2", "--out", str(folder)))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SEARCH = (
-    *("search", "--model", "demo", "--budget", "3bit", "--sequence-length", "64", "--sequences", "5,4,3"),
+    *("search", "--model", "demo", "--budget", "3bit", "--sequence-length", "64", "--sequences", "3,2,2"),
     *("--trials", "12", "--no-three-bits", "--word-bits", "32", "--no-report"),
 )
 SLURM_SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "cluster" / "search.sbatch"
@@ -69,7 +69,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("workers", [2, 7])
+@pytest.mark.parametrize("workers", [2, pytest.param(7, marks=pytest.mark.full)])
 def test_workers_make_the_same_profile_and_measure_nothing_twice(workers: int, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = run(command(folder, "--workers", str(workers), "--json"))

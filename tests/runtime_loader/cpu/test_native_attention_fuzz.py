@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dequantized_attention import dequantized_decode
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from oracles.dequantized_attention import dequantized_decode
 
 from kvtuner.precision import ALL_BITS, num_slots
 from kvtuner.quant import QuantSpec

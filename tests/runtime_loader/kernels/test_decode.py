@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from dequantized_attention import WITH_NAN, assert_nan_is_seen_by_its_request_alone
+from option_rows.width_pairs import width_pairs
+from oracles.dequantized_attention import WITH_NAN, assert_nan_is_seen_by_its_request_alone
 
 from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch
@@ -72,6 +73,7 @@ def assert_agrees(
         assert ((found - expected).abs() / largest).max().item() < TOLERANCE
 
 
+@pytest.mark.parametrize(*width_pairs(pytest.mark.slow))
 def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 130)
     assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 130), 4)
@@ -95,8 +97,10 @@ def test_every_shape(
     assert_agrees(keys, poisoned(row_format(num_heads, head_dim, bits[1], "hadamard"), 130), gqa, cap)
 
 
-@pytest.mark.parametrize(("gqa", "cap"), [(1, 0.0), (3, 5.0)])
-@pytest.mark.parametrize(("bits", "num_heads", "head_dim"), [((4, 3), 4, 128), ((3, 8), 6, 80), ((2, 4), 2, 96)])
+@pytest.mark.parametrize(
+    ("bits", "num_heads", "head_dim", "gqa", "cap"),
+    [((4, 3), 4, 128, 3, 5.0), ((3, 8), 6, 80, 1, 0.0), ((2, 4), 2, 96, 3, 0.0), ((2, 4), 2, 96, 1, 5.0)],
+)
 def test_heads_that_share_a_program(
     bits: tuple[int, int],
     num_heads: int,

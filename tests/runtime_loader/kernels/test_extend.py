@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from option_rows.width_pairs import width_pairs
 
 from kvtuner.runtime_loader.kernels import triton_attention as attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
@@ -55,6 +56,7 @@ def assert_agrees(
     torch.testing.assert_close(found[: fresh[0]], expected[: fresh[0]], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(*width_pairs(pytest.mark.full))
 def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 90)
     assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 90), 4)

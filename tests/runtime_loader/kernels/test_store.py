@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from option_rows.covering_rows import covering_parameters
 
 from kvtuner.precision import ALL_BITS, used_word_bits, words_offset
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 KINDS = [name for name in candidate_transforms("k") if set(TRANSFORMS[name].steps) <= set(KERNEL_STEPS)]
-SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((3, 80), (2, 96), (1, 128)))]
+SHAPES = ((2, 64), (3, 80), (2, 96), (1, 128))
 
 TOKENS = 2 * STORED_TOKENS - 1
 SLOTS = 20
@@ -71,22 +72,13 @@ def is_written(stored: PackedRows) -> torch.Tensor:
     return (byte < heads * dim * spec.bits // 8) | ((byte >= first_word) & (byte < last_word))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(*covering_parameters(shape=SHAPES, bits=ALL_BITS, kind=KINDS, symmetric=(False, True)))
 def test_rows_are_those_of_quant(
-    num_heads: int,
-    head_dim: int,
-    bits: int,
-    kind: str,
-    symmetric: bool,
-    row_format: MakeRowFormat,
-    poisoned: MakePoisoned,
+    shape: tuple[int, int], bits: int, kind: str, symmetric: bool, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
     v_kind = "hadamard" if "hadamard" in kind else "none"
-    keys = row_format(num_heads, head_dim, bits, kind, symmetric=symmetric)
-    values = row_format(num_heads, head_dim, V_BITS[bits], v_kind, symmetric=not symmetric)
+    keys = row_format(*shape, bits, kind, symmetric=symmetric)
+    values = row_format(*shape, V_BITS[bits], v_kind, symmetric=not symmetric)
     assert_stored(keys, values, poisoned, torch.float16)
 
 

@@ -35,9 +35,9 @@ def pool(row_format: MakeRowFormat, window: ExactWindow, k_bits: int, v_bits: in
     [
         pytest.param(ExactWindow(5, 2), (2, 4), 0.0, 64, marks=pytest.mark.slow),
         pytest.param(ExactWindow(1), (4, 2), 5.0, 80, marks=pytest.mark.slow),
-        pytest.param(ExactWindow(0, 3), (16, 2), 0.0, 64, marks=pytest.mark.slow),
-        pytest.param(ExactWindow(33, 1), (8, 16), 5.0, 64, marks=pytest.mark.slow),
-        pytest.param(ExactWindow(128), (2, 2), 0.0, 96, marks=pytest.mark.slow),
+        pytest.param(ExactWindow(0, 3), (16, 2), 0.0, 64, marks=pytest.mark.full),
+        pytest.param(ExactWindow(33, 1), (8, 16), 5.0, 64, marks=pytest.mark.full),
+        pytest.param(ExactWindow(128), (2, 2), 0.0, 96, marks=pytest.mark.full),
     ],
 )
 def test_each_query_reads_its_window_from_its_own_copies_and_the_rest_from_rows(

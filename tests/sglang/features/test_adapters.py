@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -20,8 +21,8 @@ TIE = 0.01
 """Nats between the two likeliest tokens that a flipped code may turn round."""
 SERVERS = (
     (),
-    ("--lora-backend", "triton", "--tp-size", "2"),
-    ("--lora-backend", "torch_native", "--pp-size", "2"),
+    pytest.param(("--lora-backend", "triton", "--tp-size", "2"), marks=pytest.mark.full),
+    pytest.param(("--lora-backend", "torch_native", "--pp-size", "2"), marks=pytest.mark.full),
 )
 """Flags of servers: each of SGLang's kernels, on one rank, two of a layer, and two of half of the layers."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -68,9 +69,10 @@ def assert_same(found: list[Json], wanted: list[Json]) -> None:
             assert first - second < TIE, (parting, first, second)
 
 
+@pytest.mark.parametrize("ranks", SERVERS, ids=" ".join)
 def test_an_adapter_answers_as_the_model_that_it_was_merged_into(
-    model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile,
-    prompts: Prompts, serve: Serve, tmp_path: Path,
+    ranks: tuple[str, ...], model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers,
+    save_profile: SaveProfile, prompts: Prompts, serve: Serve, tmp_path: Path,
 ) -> None:  # fmt: skip
     base, adapter, merged = model_folder("llama-gqa", num_hidden_layers=4), tmp_path / "adapter", tmp_path / "merged"
     save_adapter(base, adapter, merged)
@@ -84,16 +86,15 @@ def test_an_adapter_answers_as_the_model_that_it_was_merged_into(
         plain = ask(server, asked)
     assert [answer["output_ids"] for answer in wanted] != [answer["output_ids"] for answer in plain]
     lora = ("--lora-paths", f"one={adapter}", "--max-loras-per-batch", "2")
-    for ranks in SERVERS:
-        with serve(base, *flags, *lora, *ranks) as server:
-            # One batch with and without it, twice: prefixes of one are no prefixes of the other.
-            for _ in range(2):
-                mixed = ask(server, [*asked, *asked], ["one"] * 3 + [None] * 3)
-                assert_same(mixed[:3], wanted)
-                assert_same(mixed[3:], plain)
-            assert mixed[0]["meta_info"]["cached_tokens"] > 30
-            assert server.post("/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapter)})["success"]
-            for name, answers in (("two", wanted), (None, plain), ("one", wanted)):
-                assert_same(ask(server, asked, [name] * 3), answers)
-            assert "self-test passed" in server.log
-            assert "kvtuner: the profile was measured without adapters (LoRA); merge one into" in server.log
+    with serve(base, *flags, *lora, *ranks) as server:
+        # One batch with and without it, twice: prefixes of one are no prefixes of the other.
+        for _ in range(2):
+            mixed = ask(server, [*asked, *asked], ["one"] * 3 + [None] * 3)
+            assert_same(mixed[:3], wanted)
+            assert_same(mixed[3:], plain)
+        assert mixed[0]["meta_info"]["cached_tokens"] > 30
+        assert server.post("/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapter)})["success"]
+        for name, answers in (("two", wanted), (None, plain), ("one", wanted)):
+            assert_same(ask(server, asked, [name] * 3), answers)
+        assert "self-test passed" in server.log
+        assert "kvtuner: the profile was measured without adapters (LoRA); merge one into" in server.log

@@ -71,6 +71,8 @@ LAYERS = {
 """The pairs of the layers with keys."""
 WINDOWS = {"qwen3-next": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
+LIKE_OTHERS = ("qwen3.5", "qwen3.5-images", "falcon-h1")
+"""Those whose states are of the kinds of others: for `make test-full`."""
 
 
 def flags_of(name: str) -> tuple[str, ...]:
@@ -90,7 +92,9 @@ def checkpoint(name: str, model_folder: ModelFolder, tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in LIKE_OTHERS)) for name in FAMILIES]
+)
 def test_layers_with_keys_are_packed_beside_those_that_keep_states(
     name: str, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile, tmp_path: Path
 ) -> None:

@@ -105,8 +105,8 @@ def test_a_profile_of_gemma_4_is_of_the_model_that_sglang_reads(
     ("flags", "window", "ratio"),
     [
         (("--swa-full-tokens-ratio", "0.37", "--page-size", "16"), ExactWindow(), 0.37),
-        (("--swa-full-tokens-ratio", "0.37"), ExactWindow(8, 2), 0.37),
-        (("--disable-radix-cache", "--page-size", "16"), ExactWindow(), None),
+        pytest.param(("--swa-full-tokens-ratio", "0.37"), ExactWindow(8, 2), 0.37, marks=pytest.mark.full),
+        pytest.param(("--disable-radix-cache", "--page-size", "16"), ExactWindow(), None, marks=pytest.mark.full),
         (("--disable-radix-cache",), ExactWindow(8, 2), None),
     ],
 )
