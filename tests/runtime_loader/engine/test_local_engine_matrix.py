@@ -1,6 +1,6 @@
 """Architectures, prompts, batches, pages, chunks, hits, eviction, retraction and backends together say what models say.
 
-Every pair of options runs, but for thousands of steps; those and all products are marked `full`.
+Every pair of options runs, but for more than 600 steps; those and all products are marked `full`.
 """
 
 from __future__ import annotations

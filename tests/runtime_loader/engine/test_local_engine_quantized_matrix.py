@@ -1,6 +1,6 @@
 """An engine with a profile reads as `KVTunerCache` does, on every architecture and with all options together.
 
-Every pair of options runs, but for thousands of steps; those and all products are marked `full`.
+Every pair of options runs, but for more than 600 steps; those and all products are marked `full`.
 """
 
 from __future__ import annotations

@@ -36,11 +36,10 @@ def run(*command: str) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--arch", "80", "89", "90", "100", "120"),
-        ("--kv-heads", "4", "2", "1"),
-        ("--gqa", "7", "--arch", "89", "90"),
+        pytest.param(("--arch", "80", "89", "90", "100", "120"), id="architectures"),
+        pytest.param(("--kv-heads", "4", "2", "1"), id="row strides", marks=pytest.mark.full),
+        pytest.param(("--gqa", "7", "--arch", "89", "90"), id="one head a program", marks=pytest.mark.full),
     ],
-    ids=["architectures", "row strides", "one head a program"],
 )
 def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_bytes(options: tuple[str, ...]) -> None:
     rows = run(str(ROOT / "benchmarks" / "sass.py"), *options, "--without-baseline", "--json")

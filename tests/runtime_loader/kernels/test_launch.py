@@ -67,7 +67,7 @@ def has_settings(pair: tuple[int, ...], head_dim: int, groups: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 89)), 90, 100])
 def test_all_kernels_are_launched_as_they_are_compiled(arch: int) -> None:
     assert assert_ready(launched(archs=[arch]), 1) == KERNELS
 
