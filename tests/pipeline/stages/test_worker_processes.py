@@ -95,6 +95,7 @@ def test_torchrun_starts_workers_of_which_the_first_speaks(alone: Path, tmp_path
     assert (folder / "worker-1.log").exists()
 
 
+@pytest.mark.full
 def test_the_script_for_slurm_starts_torchrun_on_the_nodes_of_a_job(alone: Path, tmp_path: Path) -> None:
     # Slurm itself is two commands here, of a job with one node.
     for name, line in (("scontrol", "echo 127.0.0.1"), ("srun", 'exec "$@"')):
@@ -140,6 +141,7 @@ def test_workers_killed_at_random_lose_what_they_have_in_hand_alone(alone: Path,
     assert all(set(items.values()) == {1} for items in found.values())
 
 
+@pytest.mark.full
 def test_a_worker_that_fails_is_named_and_its_work_is_done(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
