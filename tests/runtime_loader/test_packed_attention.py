@@ -128,7 +128,9 @@ def test_requests_read_sinks_beside_rows_new_tokens_and_copies(
     attention: PackedAttention, window: ExactWindow, kind: str, row_format: MakeRowFormat
 ) -> None:
     k, v = row_format(2, 32, 4, kind), row_format(2, 32, 8, "hadamard")
-    live(WindowedPool(attention, k, v, window, tolerance=3 * TOLERANCE[attention.name], sink_scores=SINKS))
+    pool = WindowedPool(attention, k, v, window, tolerance=3 * TOLERANCE[attention.name], sink_scores=SINKS)
+    live(pool)
+    assert pool.num_compared == 150
 
 
 def test_sinks_change_what_is_read_and_leave_nothing_to_a_request_without_tokens(

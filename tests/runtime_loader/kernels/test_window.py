@@ -43,7 +43,9 @@ def pool(row_format: MakeRowFormat, window: ExactWindow, k_bits: int, v_bits: in
 def test_each_query_reads_its_window_from_its_own_copies_and_the_rest_from_rows(
     window: ExactWindow, widths: tuple[int, int], cap: float, head_dim: int, row_format: MakeRowFormat
 ) -> None:
-    live(pool(row_format, window, *widths, logit_cap=cap, head_dim=head_dim))
+    requests = pool(row_format, window, *widths, logit_cap=cap, head_dim=head_dim)
+    live(requests)
+    assert requests.num_compared == 150
 
 
 @pytest.mark.parametrize("window", [ExactWindow(6, 2), pytest.param(ExactWindow(40), marks=pytest.mark.slow)], ids=str)
@@ -58,6 +60,7 @@ def test_by_cache_a_chunk_reads_itself_as_stored_but_for_the_window(
     hit = requests.begin(3, one.tokens[:20])
     requests.extend((hit, 34), (other, 2), by_cache=True)
     requests.decode(hit, other, one)
+    assert requests.num_compared == 75
 
 
 @pytest.mark.parametrize("window", [ExactWindow(4, 2), ExactWindow(0, 3), ExactWindow(37, 64), ExactWindow(1)], ids=str)
