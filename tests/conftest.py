@@ -119,6 +119,16 @@ def write_sentences(count: int, seed: int = 0) -> list[str]:
     return [f"{rng.choice(_OPENINGS)} {clause()}, {clause()} and {clause()}.".capitalize() for _ in range(count)]
 
 
+@pytest.fixture(autouse=True)
+def variables_as_before() -> Iterator[None]:
+    """Undo what a test's libraries set in this process's environment, for example torch.utils.collect_env."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def sentences() -> Callable[..., list[str]]:
     """`sentences(count, seed)`: a list of different sentences."""

@@ -69,14 +69,6 @@ def test_children_of_children_have_all_imports_from_the_start(
     assert done.stdout.splitlines() == [f"{generation} True" for generation in range(3)], done.stderr[-2000:]
 
 
-def test_a_variable_that_a_test_leaves_behind_changes_no_program(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "left behind")
-    assert programs.forks.serves([sys.executable], environment()) == programs.forks.is_used
-    assert not programs.forks.serves([sys.executable], environment(PIP_DISABLE_PIP_VERSION_CHECK="asked for"))
-
-
 def test_programs_run_the_sglang_that_tests_found(run_program: RunProgram) -> None:
     where = "from importlib.metadata import version; import sglang; print(version('sglang'), sglang.__file__)"
     done = run_program("-c", where)
