@@ -6,6 +6,7 @@
 Models are Llamas with random weights, of 8 layers, 128 channels in 4 heads of 32 with 2 KV heads, and 1,024 tokens in
 the vocabulary; searches have 8, 4 and 4 sequences of 128 tokens and 12 trials. One of these is varied at a time. Times
 are those of the process, by phase, without loading: what else runs on the machine changes them less than wall time.
+All cases are run in turn, `--repeats` times, and the fastest run of each is shown: other work only adds to it.
 `--workers 1 2 4` instead times whole searches of one model by their processes, in wall time, which needs a machine
 without other work; ways alternate. Resumes where it stopped.
 """
@@ -60,9 +61,9 @@ def make_model(folder: Path, sizes: dict[str, int]) -> None:
     AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
 
 
-def search(folder: Path, sizes: dict[str, int], *flags: str) -> RunFolder:
-    """Search a model of these sizes in a process of its own, unless the folder has the search."""
-    model, run = folder / "model", folder / "run"
+def search(folder: Path, sizes: dict[str, int], repeat: int, *flags: str) -> RunFolder:
+    """Search a model of these sizes in a process of its own, unless the folder has this repeat's search."""
+    model, run = folder / "model", folder / f"run{repeat}"
     if not model.exists():
         make_model(model, sizes)
     if not (run / "profile.json").exists():
@@ -81,21 +82,27 @@ def took(run: RunFolder) -> dict[str, dict[str, float]]:
     }
 
 
-def growth(out: Path) -> list[dict[str, Any]]:
-    """What every case took."""
-    rows = []
-    for name, values in VARIED.items():
-        for value in values:
+def growth(out: Path, repeats: int) -> list[dict[str, Any]]:
+    """What the fastest run of every case took, and the processor seconds of all its runs."""
+    cases = [(name, value) for name, values in VARIED.items() for value in values]
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {case: [] for case in cases}
+    for repeat in range(repeats):
+        for name, value in cases:
             sizes = {**BASE, name: value}
             folder = out / "-".join(f"{key}{size}" for key, size in sizes.items())
-            rows.append({"varied": name, "value": value, "phases": took(search(folder, sizes))})
-            print(json.dumps(rows[-1]), flush=True)
+            runs[name, value].append({"phases": took(search(folder, sizes, repeat))})
+            print(name, value, round(total(runs[name, value][-1], "processor_seconds"), 1), flush=True)
+    rows = []
+    for (name, value), measured in runs.items():
+        seconds = [round(total(run, "processor_seconds"), 2) for run in measured]
+        fastest = measured[seconds.index(min(seconds))]
+        rows.append({"varied": name, "value": value, "processor_seconds": seconds, **fastest})
     return rows
 
 
-def total(row: dict[str, Any], figure: str) -> float:
-    """The sum of a figure over phases."""
-    return float(sum(phase[figure] for phase in row["phases"].values()))
+def total(run: dict[str, Any], figure: str) -> float:
+    """The sum of a figure over the phases of a run."""
+    return float(sum(phase[figure] for phase in run["phases"].values()))
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -118,10 +125,11 @@ def by_workers(out: Path, counts: list[int], repeats: int) -> list[dict[str, Any
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for repeat in range(repeats):
         for count in counts:
-            folder = out / f"workers{count}-{repeat}"
-            make_model(folder / "model", sizes)
+            folder = out / f"workers{count}"
+            if not (folder / "model").exists():
+                make_model(folder / "model", sizes)
             begun = time.monotonic()
-            search(folder, sizes, "--sequences", "12,12,12", "--workers", str(count))
+            search(folder, sizes, repeat, "--sequences", "12,12,12", "--workers", str(count))
             seconds[count].append(round(time.monotonic() - begun, 1))
     medians = {count: statistics.median(values) for count, values in seconds.items()}
     return [
@@ -138,9 +146,9 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--workers", type=int, nargs="+", help="time whole searches by these numbers of processes")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each case, in turn")
     args = parser.parse_args()
-    rows = by_workers(args.out, args.workers, args.repeats) if args.workers else growth(args.out)
+    rows = by_workers(args.out, args.workers, args.repeats) if args.workers else growth(args.out, args.repeats)
     text = json.dumps(rows, indent=1) + "\n"
     if args.json:
         args.json.write_text(text, encoding="utf-8")
