@@ -70,12 +70,19 @@ def register_backend(backend: AttentionBackend) -> None:
 def backend_for(device: torch.device, name: str | None = None, *, per_channel: bool = False) -> AttentionBackend:
     """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there.
 
-    For keys `per_channel` it is one that reads them, which a log line says where it is not the device's usual one.
+    One that does not read keys `per_channel`, where a profile has them, is refused too.
     """
-    if per_channel:
-        return _backend_per_channel(device, name)
-    if name is None:
-        return _default_backend(device)
+    backend = _default_backend(device) if name is None else _named_backend(device, name)
+    if per_channel and not backend.reads_per_channel:
+        readers = " and ".join(row.name for row in _BACKENDS.values() if row.reads_per_channel)
+        raise ServingError(
+            f"keys per channel are not read on {device} by {backend.name}: {readers} read them on a processor; choose"
+            " one of these there, or serve per_token keys"
+        )
+    return backend
+
+
+def _named_backend(device: torch.device, name: str) -> AttentionBackend:
     backend = _BACKENDS.get(name)
     if backend is None or device.type not in backend.devices:
         raise _no_backend(device, name)
@@ -94,19 +101,6 @@ def latent_backend(device: torch.device, name: str | None = None) -> AttentionBa
             f" (examples/sglang_on_cpu); {f'unset {BACKEND_VARIABLE}' if name else 'serve without a profile'}"
         )
     return chosen[0]
-
-
-def _backend_per_channel(device: torch.device, name: str | None) -> AttentionBackend:
-    rows = [row for row in _BACKENDS.values() if device.type in row.devices and row.reads_per_channel]
-    chosen = next((row for row in rows if name in (None, row.name)), None)
-    if chosen is None:
-        raise ServingError(
-            f"keys per channel are not read on {device} by {name or 'any attention'}: torch reads them on a processor;"
-            " choose that there, or serve per_token keys"
-        )
-    if name is None:
-        _say_once(f"kvtuner: attention is {chosen.name}, which reads keys per channel")
-    return chosen
 
 
 def _default_backend(device: torch.device) -> AttentionBackend:
@@ -159,7 +153,14 @@ def _native_attention(_: torch.device) -> PackedAttention:
 
 
 register_backend(
-    AttentionBackend(cpu.BACKEND, ("cpu",), _native_attention, default_on=("cpu",), require=require_native_library)
+    AttentionBackend(
+        cpu.BACKEND,
+        ("cpu",),
+        _native_attention,
+        default_on=("cpu",),
+        require=require_native_library,
+        reads_per_channel=True,
+    )
 )
 register_backend(
     AttentionBackend(

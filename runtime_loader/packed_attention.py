@@ -122,7 +122,13 @@ class PackedAttention(Protocol):
         """
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens]."""
+        """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens].
+
+        Keys per channel come in whole groups.
+        """
+
+    def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
+        """Store keys or values alone: keys per channel are stored later than their values, once a group is full."""
 
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Copy keys and values as `store` takes them to the places of an exact window.

@@ -19,11 +19,12 @@ MAX_DRAFT_TOKENS: Final = 64
 
 
 class TokenBuffer:
-    """A tensor [batch, tokens, ...] that is appended to in place."""
+    """A tensor [batch, tokens, ...] that is appended to in place; it has room for whole groups of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: int = 1) -> None:
         self._data: Tensor | None = None
         self._length = 0
+        self._group = group
 
     def __len__(self) -> int:
         return self._length
@@ -52,13 +53,13 @@ class TokenBuffer:
         """Make room for more tokens like these [batch, tokens, ...]; the places of all, [batch, capacity, ...]."""
         length = self._length + rows.shape[1]
         if self._data is None:
-            self._data = _allocate(rows, length)
+            self._data = _allocate(rows, self._rounded_up(length))
         assert (self._data.shape[0], self._data.dtype) == (rows.shape[0], rows.dtype)
         capacity = self._data.shape[1]
         if length > capacity:
             # By a quarter, so that appending n tokens one by one copies O(n) in all.
             grown = capacity + max(capacity // 4, MIN_GROWTH_TOKENS)
-            self._move(self._data[:, : self._length], max(length, grown))
+            self._move(self._data[:, : self._length], self._rounded_up(max(length, grown)))
         self._length = length
         return self._data
 
@@ -74,6 +75,9 @@ class TokenBuffer:
     def clear(self) -> None:
         """Forget everything and free the memory."""
         self._data, self._length = None, 0
+
+    def _rounded_up(self, tokens: int) -> int:
+        return -(-tokens // self._group) * self._group
 
     def _move(self, rows: Tensor, capacity: int) -> None:
         self._data = _allocate(rows, capacity)
@@ -165,9 +169,9 @@ def _with_newest(read: Tensor, newest: Tensor | None, most: int) -> Tensor:
 class PackedSide:
     """Keys, or values, of one layer; a side of 16 bits needs no copies."""
 
-    def __init__(self, row_format: RowFormat, window: ExactWindow = NO_WINDOW) -> None:
+    def __init__(self, row_format: RowFormat, window: ExactWindow = NO_WINDOW, token_group: int = 1) -> None:
         self.format = row_format
-        self.buffer = TokenBuffer()
+        self.buffer = TokenBuffer(token_group)
         self.copies = ExactCopies(NO_WINDOW if row_format.spec is None else window)
 
     def check(self, states: Tensor) -> None:
@@ -214,9 +218,19 @@ class PackedSide:
         near = torch.nn.functional.pad(read[:, :, -num_copies:], (0, 0, max(num_copies - past - tokens, 0), 0))
         return torch.cat((_with_newest(near, newest, num_copies), read), dim=2)
 
+    def due(self, states: Tensor, newest: Tensor | None) -> tuple[int, Tensor]:
+        """What a chunk that is about to be stored gives rows to; `newest` are the copies at hand with it.
+
+        That is the first such token, and its states with those behind it, [batch, num_heads, tokens, head_dim].
+        """
+        return len(self.buffer), states
+
     def _store(self, states: Tensor, newest: Tensor | None) -> None:
-        """Append the rows of a chunk; `newest` are the copies at hand with it."""
-        self.buffer.append(self.format.pack(states.transpose(1, 2)))
+        """Store the rows that a chunk gives."""
+        first, packed = self.due(states, newest)
+        places = self.reserve(states)
+        if packed.shape[2]:
+            places[:, first : first + packed.shape[2]] = self.format.pack(packed.detach().transpose(1, 2))
 
     def _read(self, length: int, dtype: torch.dtype, newest: Tensor | None) -> Tensor:
         """The first tokens [batch, num_heads, length, head_dim] as their rows give them back."""
@@ -233,15 +247,21 @@ class PackedSide:
         return self.buffer.reserve(states.new_empty(batch, tokens, row_bytes, dtype=torch.uint8))
 
     def exact(self, positions: Tensor, newest: Tensor | None) -> Tensor:
-        """Copies of tokens [batch, tokens, num_heads, head_dim], sinks or among the `newest` at hand as they came."""
+        """Copies of tokens [batch, tokens, num_heads, head_dim] as they came: sinks, and the `newest` at hand."""
         first = self.copies.first
         if newest is None or first is None:
             rows = self.buffer.rows
             assert rows is not None and self.format.spec is None
             return rows[:, positions]
-        num_first = int((positions < first.shape[2]).sum())
-        places = positions[num_first:] - (len(self.buffer) - newest.shape[2])
-        return torch.cat((first[:, :, :num_first], newest[:, :, places]), dim=2).transpose(1, 2).contiguous()
+        num_first, start = int((positions < first.shape[2]).sum()), len(self.buffer) - newest.shape[2]
+        others = positions[num_first:]
+        parts = [first[:, :, :num_first], newest[:, :, others[others >= start] - start]]
+        lost = others[others < start]
+        if len(lost):  # copies of values, where keys per channel have what rows gave for a group without its own
+            rows = self.buffer.rows
+            assert rows is not None
+            parts.insert(1, self.format.unpack(rows[:, lost], newest.dtype).transpose(1, 2))
+        return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on."""
@@ -269,17 +289,15 @@ class PerChannelSide(PackedSide):
     """
 
     def __init__(self, row_format: RowFormat, window: ExactWindow) -> None:
-        super().__init__(row_format, window)
+        super().__init__(row_format, window, row_format.token_group)
         self._group = row_format.token_group
         assert window.residual_length >= self._group
 
-    def _store(self, states: Tensor, newest: Tensor | None) -> None:
-        past = len(self.buffer)
-        places, start = self.reserve(states), self._in_groups(past)
-        stop = self._in_groups(len(self.buffer))
-        if stop > start:
-            full = _between(newest, start, stop, len(self.buffer))
-            places[:, start:stop] = self.format.pack(full.detach().transpose(1, 2))
+    def due(self, states: Tensor, newest: Tensor | None) -> tuple[int, Tensor]:
+        """The groups that a chunk fills, as `PackedSide.due` has them."""
+        past, length = len(self.buffer), len(self.buffer) + states.shape[2]
+        start, stop = self._in_groups(past), self._in_groups(length)
+        return start, _between(newest, start, stop, length)
 
     def _read(self, length: int, dtype: torch.dtype, newest: Tensor | None) -> Tensor:
         full = self._in_groups(len(self.buffer))
@@ -310,6 +328,8 @@ def _between(newest: Tensor | None, start: int, stop: int, length: int) -> Tenso
     return newest[:, :, start - first : stop - first]
 
 
-def packed_side(row_format: RowFormat, window: ExactWindow) -> PackedSide:
-    """The side that stores rows of a format."""
-    return (PerChannelSide if row_format.token_group > 1 else PackedSide)(row_format, window)
+def packed_side(row_format: RowFormat, window: ExactWindow, token_group: int = 1) -> PackedSide:
+    """The side that stores rows of a format, with room for whole groups of the tokens that share a scale of keys."""
+    if row_format.token_group > 1:
+        return PerChannelSide(row_format, window)
+    return PackedSide(row_format, window, token_group)

@@ -60,8 +60,6 @@ def attention_in_place(
         reason = f"there is none for {model.dtype}"
     elif any(each.spec is not None and each.spec.fp8 for each in formats):
         reason = "there is none for fp8"
-    elif any(each.token_group > 1 for each in formats):
-        reason = "there is none for keys per channel"
     if reason is not None:
         if wanted:
             raise ServingError(f"rows cannot be read in place: {reason}")
@@ -106,12 +104,18 @@ class StoredChunk:
         cls, attention: PackedAttention, sides: tuple[PackedSide, PackedSide], k: Tensor, v: Tensor, *, is_exact: bool
     ) -> StoredChunk:
         """Store keys and values [batch, num_kv_heads, tokens, channels] behind what the sides hold."""
-        num_past, (batch, _, num_tokens, _) = len(sides[0].buffer), k.shape
+        num_past, num_tokens = len(sides[0].buffer), k.shape[2]
+        newest = [side.copies.append(states) for side, states in zip(sides, (k, v), strict=True)]
+        due = [side.due(states, copies) for side, states, copies in zip(sides, (k, v), newest, strict=True)]
         rows = [side.reserve(states) for side, states in zip(sides, (k, v), strict=True)]
         keys, values = (PackedRows(each.flatten(0, 1), side.format) for each, side in zip(rows, sides, strict=True))
-        new = torch.arange(num_past, num_past + num_tokens) + torch.arange(batch).unsqueeze(1) * rows[0].shape[1]
-        attention.store(keys, values, new.flatten(), *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
-        ring = _ring(sides, k, v, num_past, with_chunk=num_tokens == 1 and not is_exact)
+        slots = _new_slots(*due[1], rows[1].shape[1])
+        if keys.format.token_group == 1:
+            attention.store(keys, values, slots, _by_slot(k), _by_slot(v))
+        else:
+            attention.store_side(keys, _new_slots(*due[0], rows[0].shape[1]), _by_slot(due[0][1]))
+            attention.store_side(values, slots, _by_slot(v))
+        ring = _ring(sides, newest, num_past, num_tokens, with_chunk=num_tokens == 1 and not is_exact)
         return cls(attention, keys, values, k, v, num_past, rows[0].shape[1], is_exact, ring)
 
     def beside(self, k: Tensor) -> Tensor:
@@ -183,17 +187,28 @@ class StoredChunk:
         return ExactRing(ring.keys, ring.values, positions.to(torch.int32), ring.window)
 
 
+def _new_slots(first: int, states: Tensor, capacity: int) -> Tensor:
+    """The token slots of states [batch, num_heads, tokens, channels] from a token on, one sequence after the other."""
+    batch, _, num_tokens, _ = states.shape
+    return (torch.arange(first, first + num_tokens) + torch.arange(batch).unsqueeze(1) * capacity).flatten()
+
+
+def _by_slot(states: Tensor) -> Tensor:
+    """States [batch, num_heads, tokens, channels] in the order of `_new_slots`, [slots, num_heads, channels]."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
 def _ring(
-    sides: tuple[PackedSide, PackedSide], k: Tensor, v: Tensor, num_past: int, *, with_chunk: bool
-) -> ExactRing | None:
-    """Keep copies of a chunk, and return those of the tokens before it, or with it, that were at hand."""
-    newest = [side.copies.append(states) for side, states in zip(sides, (k, v), strict=True)]
+    sides: tuple[PackedSide, PackedSide], newest: list[Tensor | None], num_past: int, num_tokens: int,
+    *, with_chunk: bool,
+) -> ExactRing | None:  # fmt: skip
+    """The copies of the tokens before a chunk, or with it, of the `newest` that are at hand with it."""
     packed = next((index for index, copies in enumerate(newest) if copies is not None), None)
     if packed is None:
         return None
     window, at_hand = sides[packed].copies.window, newest[packed]
     assert at_hand is not None
-    end = num_past + k.shape[2]
+    end = num_past + num_tokens
     num_sinks, start = min(window.sinks, end), end - at_hand.shape[2]
     if with_chunk:
         start = max(start, end - window.residual_length)
@@ -202,7 +217,7 @@ def _ring(
     last = torch.arange(start, max(end, start))
     positions = torch.cat((torch.arange(num_sinks), last[last >= num_sinks]))
     keys, values = (side.exact(positions, copies) for side, copies in zip(sides, newest, strict=True))
-    return ExactRing(keys, values, positions.to(torch.int32).expand(len(k), -1).contiguous(), window)
+    return ExactRing(keys, values, positions.to(torch.int32).expand(len(keys), -1).contiguous(), window)
 
 
 def _padding(is_token: Tensor | None, batch: int) -> Tensor:

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens
-    from kvtuner.runtime_loader.packed_attention import PackedRows
+    from kvtuner.runtime_loader.packed_attention import PackedAttention, PackedRows
 
 
 def pack_full_groups(
-    keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunks: tuple[Tensor, Tensor] | None = None
-) -> None:
+    attention: PackedAttention, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor,
+    chunks: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Pack the groups that new tokens fill.
 
     Args:
+        attention: The implementation that stores them.
         keys: The rows of a layer's keys.
         ring: The layer's copies, which have those of single new tokens already, and not yet those of `chunks`.
         new: The new tokens.
@@ -44,4 +46,4 @@ def pack_full_groups(
             chunk = slice(tokens[request], tokens[request + 1])
             at, states = torch.cat((at, chunks[0][chunk])), torch.cat((states, chunks[1][chunk].to(states.dtype)))
         if full := len(at) // group * group:
-            keys.write(at[:full], states[:full])
+            attention.store_side(keys, at[:full], states[:full])

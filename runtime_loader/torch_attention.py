@@ -50,6 +50,10 @@ class TorchAttention:
         keys.write(slots, k)
         values.write(slots, v)
 
+    def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
+        """See `PackedAttention.store_side`."""
+        stored.write(slots, states)
+
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
         ring.store(new, k, v)
@@ -94,11 +98,8 @@ class TorchAttention:
                 # Of the request's new tokens those up to the last of these queries; drafts of a tree come in any order.
                 seen = slice(start, new.stop if tree is None else stop)
                 fresh = TorchStates(k[seen], v[seen])
-                later = (
-                    _later(new.stop - new.start, new.stop - start, q.device)
-                    if tree is None
-                    else ~tree[new.start - start : new.stop - start]
-                )
+                own = slice(new.start - start, new.stop - start)
+                later = _later(own.stop - own.start, own.stop, q.device) if tree is None else ~tree[own]
                 if window is None:
                     parts = [layer.of_rows(q[new], prefix), layer.of_states(q[new], fresh, later)]
                 else:
@@ -245,9 +246,8 @@ class TorchLayer:
                 products = k.products(part.queries)
                 scores = self.scores(products if part.mean is None else products + part.mean)
                 if part.hidden is not None:
-                    scores = (
-                        scores.unflatten(1, shape[1:]).masked_fill(part.hidden[:, tokens], -torch.inf).flatten(1, 2)
-                    )
+                    by_query = scores.unflatten(1, shape[1:])
+                    scores = by_query.masked_fill(part.hidden[:, tokens], -torch.inf).flatten(1, 2)
                 weights = softmax.weights(scores)
                 sums = softmax.in_model_space if part.in_model_space else softmax.stored
                 sums += read_values().weighted(weights)

@@ -30,7 +30,7 @@ class KVTunerLayer(CacheLayerMixin):
     def __init__(self, layer_format: LayerFormat, window: ExactWindow = NO_WINDOW) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         self.k = packed_side(layer_format.k, window)
-        self.v = packed_side(layer_format.v, window)
+        self.v = packed_side(layer_format.v, window, layer_format.k.token_group)
         self.window = window
         self.is_latent = layer_format.is_latent
 

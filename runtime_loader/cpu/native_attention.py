@@ -110,12 +110,16 @@ class NativeAttention:
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store`."""
+        self.store_side(keys, slots, k)
+        self.store_side(values, slots, v)
+
+    def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
+        """See `PackedAttention.store_side`."""
         places = slots.to(torch.int64).contiguous()
-        for stored, states in ((keys, k), (values, v)):
-            if stored.format.spec is None:
-                stored.write(places, states)
-            else:
-                self._store(stored, places, states)
+        if stored.format.spec is None:
+            stored.write(places, states)
+        else:
+            self._store(stored, places, states)
 
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
@@ -238,6 +242,8 @@ class NativeAttention:
         if tuple(states.shape) != (len(slots), side.num_heads, side.head_dim):
             wanted = [len(slots), side.num_heads, side.head_dim]
             raise CacheError(f"keys and values of these slots are {wanted}, not {list(states.shape)}")
+        if len(slots) % side.token_group:
+            raise CacheError(f"keys per channel are stored in groups of {side.token_group} tokens, not {len(slots)}")
         states = states if states.dtype in NUMBERS else states.float()
         states = states if states.stride(-1) == 1 else states.contiguous()
         is_fitted = spec.fit == "least_squares" and spec.bits in FITTED_BITS

@@ -28,7 +28,8 @@ class RowsOfSide(ctypes.Structure):
     _fields_ = (
         ("rows", _POINTER),
         *((name, _INT64) for name in ("num_rows", "row_bytes", "row_stride", "first_word")),
-        *((name, _INT32) for name in ("bits", "numbers", "num_heads", "head_dim", "group_size", "word_bits")),
+        *((name, _INT32) for name in ("bits", "numbers", "num_heads", "head_dim")),
+        *((name, _INT32) for name in ("group_size", "word_bits", "token_group")),
     )
 
 
@@ -117,10 +118,12 @@ def side_of(stored: PackedRows) -> RowsOfSide:
     row_bytes = row_format.row_bytes(torch.bfloat16)  # refuses what cannot be packed
     if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != row_bytes or _stride(rows) < row_bytes:
         raise ServingError(f"rows must be uint8 [slots, {row_bytes}], not {rows.dtype} {list(rows.shape)}")
+    first_word = words_offset(heads, channels, spec.bits, spec.word_bits)
+    if spec.token_group > 1:  # a row's share of the words stands straight behind its codes
+        first_word = heads * channels * spec.bits // 8
     return RowsOfSide(
-        rows.data_ptr(), len(rows), row_bytes, _stride(rows),
-        words_offset(heads, channels, spec.bits, spec.word_bits), spec.bits, 0, heads, channels,
-        spec.group_size or channels, used_word_bits(spec.bits, spec.word_bits),
+        rows.data_ptr(), len(rows), row_bytes, _stride(rows), first_word, spec.bits, 0, heads, channels,
+        spec.group_size or channels, used_word_bits(spec.bits, spec.word_bits), spec.token_group,
     )  # fmt: skip
 
 
@@ -138,7 +141,7 @@ def side_of_states(states: Tensor, num_heads: int, head_dim: int) -> RowsOfSide:
         raise ServingError(f"the heads of a token must lie side by side, but have strides {states.stride()}")
     return RowsOfSide(
         states.data_ptr(), len(states), row_bytes, _stride(states), 0, NATIVE_BITS, NUMBERS[states.dtype], num_heads,
-        head_dim, head_dim, WIDE_WORD_BITS,
+        head_dim, head_dim, WIDE_WORD_BITS, 1,
     )  # fmt: skip
 
 

@@ -102,10 +102,10 @@ class RowAttention:
             self._attention.store(keys, values, part.new_slots, k, v)
             return
         assert copies is not None, "a profile of keys per channel has a window"
-        values.write(part.new_slots, v)
+        self._attention.store_side(values, part.new_slots, v)
         new = NewTokens(part.requests, part.reads, None if part.is_decoding else part.tokens)
         chunks = None if part.is_decoding else (part.new_slots, k)
-        pack_full_groups(keys, copies, new, part.read_slots, chunks)
+        pack_full_groups(self._attention, keys, copies, new, part.read_slots, chunks)
 
 
 @dataclass(frozen=True, slots=True)

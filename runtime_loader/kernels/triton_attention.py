@@ -59,6 +59,10 @@ class TritonAttention:
         """See `PackedAttention.store`."""
         launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
+    def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
+        """See `PackedAttention.store_side`: in torch, since kernels store keys and values together."""
+        stored.write(slots, states)
+
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
         launch.copy_tokens(ring, new, _dense(k), _dense(v))

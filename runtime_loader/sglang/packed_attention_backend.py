@@ -155,7 +155,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         assert window is not None and stored_at is not None, "such a profile has a window, and its layers copies"
         chunks = None if k is None else (stored_at, k)
         with refusing():
-            pack_full_groups(keys, window.ring, NewTokens(window.requests, rows, tokens), slots, chunks)
+            new = NewTokens(window.requests, rows, tokens)
+            pack_full_groups(self.attention, keys, window.ring, new, slots, chunks)
 
     def _decode(
         self, q: Tensor, keys: PackedRows | Tensor, values: PackedRows | Tensor, o: Tensor, kv_indptr: Tensor,

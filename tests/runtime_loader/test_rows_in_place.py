@@ -14,9 +14,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 from uncached_forward import logits_in_chunks
 
 from kvtuner.errors import CacheError, ServingError
-from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
+from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.profile import Profile
-from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair, ScaleLayout
+from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.cpu.library import compiler
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
@@ -28,7 +28,16 @@ ProfileOf = Callable[..., Profile]
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 TOKENS = 90
-WINDOWS = (NO_WINDOW, ExactWindow(1), ExactWindow(5, 2), ExactWindow(70), ExactWindow(0, 3))
+BY_CHANNEL: list[dict[str, Any]] = [
+    {"window": window, "token_group": 16} for window in (ExactWindow(16), ExactWindow(19, 2))
+]
+STORED: list[dict[str, Any]] = [
+    *(
+        {"window": window}
+        for window in (NO_WINDOW, ExactWindow(1), ExactWindow(5, 2), ExactWindow(70), ExactWindow(0, 3))
+    ),
+    *BY_CHANNEL,
+]
 CUTS = ([0, 11, 13, 14, 23, 32, 34, TOKENS], [0, 1, 3, 17, 18, 19, TOKENS], [0, 2, 80, 81, TOKENS])
 LAYERS = [LayerQuantization(4, 3), LayerQuantization(16, 16)]
 """A packed layer, whose inputs are the same bits either way, so that no code differs, and one that adds no codes."""
@@ -79,14 +88,14 @@ def both_ways(model: PreTrainedModel, profile: Profile, read_plan: Any, run: Cal
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("read_plan", READ_PLANS)
 @pytest.mark.parametrize("layers", [LAYERS, ONE_SIDE], ids=["both sides", "one side"])
 def test_chunks_of_every_plan_and_window(
-    layers: list[LayerQuantization], read_plan: Any, window: ExactWindow, cuts: list[int], model: PreTrainedModel,
+    layers: list[LayerQuantization], read_plan: Any, stored: dict[str, Any], cuts: list[int], model: PreTrainedModel,
     attended: list[str], profile_of: ProfileOf,
 ) -> None:  # fmt: skip
-    profile, tokens = profile_of(model.config, layers, window=window), prompt(2, TOKENS)
+    profile, tokens = profile_of(model.config, layers, **stored), prompt(2, TOKENS)
     assert both_ways(model, profile, read_plan, lambda cache: logits_in_chunks(model, cache, tokens, cuts)) < TOLERANCE
     firsts = {"hit": cuts[:-1], "decode": [0], "cache": []}[read_plan]  # of chunks that read themselves as they came
     chunks = sum(last - first > 1 or first in firsts for first, last in itertools.pairwise(cuts))
@@ -94,9 +103,9 @@ def test_chunks_of_every_plan_and_window(
     assert attended.count("decode") == (len(cuts) - 1 - chunks) * len(LAYERS)
 
 
-@pytest.mark.parametrize("window", [NO_WINDOW, ExactWindow(6)], ids=str)
-def test_sequences_padded_on_the_left(window: ExactWindow, model: PreTrainedModel, profile_of: ProfileOf) -> None:
-    profile, tokens = profile_of(model.config, LAYERS, window=window), prompt(3, 30)
+@pytest.mark.parametrize("stored", [{"window": NO_WINDOW}, {"window": ExactWindow(6)}, BY_CHANNEL[0]], ids=str)
+def test_sequences_padded_on_the_left(stored: dict[str, Any], model: PreTrainedModel, profile_of: ProfileOf) -> None:
+    profile, tokens = profile_of(model.config, LAYERS, **stored), prompt(3, 30)
     is_token = torch.arange(30) >= torch.tensor([[0], [7], [29]])
 
     def run(cache: KVTunerCache) -> Tensor:
@@ -114,8 +123,11 @@ def test_sequences_padded_on_the_left(window: ExactWindow, model: PreTrainedMode
     assert both_ways(model, profile, "decode", run) < TOLERANCE
 
 
-def test_what_is_removed_again_leaves_no_trace(model: PreTrainedModel, profile_of: ProfileOf) -> None:
-    profile, tokens = profile_of(model.config, LAYERS, window=ExactWindow(5, 2)), prompt(2, TOKENS)
+@pytest.mark.parametrize("stored", [{"window": ExactWindow(5, 2)}, *BY_CHANNEL], ids=str)
+def test_what_is_removed_again_leaves_no_trace(
+    stored: dict[str, Any], model: PreTrainedModel, profile_of: ProfileOf
+) -> None:
+    profile, tokens = profile_of(model.config, LAYERS, **stored), prompt(2, TOKENS)
 
     def run(cache: KVTunerCache) -> Tensor:
         parts, done = [], 0
@@ -187,10 +199,6 @@ def test_what_cannot_be_read_in_place_is_refused(
         cache.attending(double, in_place=True).__enter__()
     with pytest.raises(ServingError, match="there is none for fp8"):
         KVTunerCache.fp8(model.config).attending(model, in_place=True).__enter__()
-    layout, pair = ScaleLayout(16, granularity="per_channel"), PrecisionPair(4, 4)
-    per_channel = uniform_profile(profile.to_geometry(), pair, profile.model, k_layout=layout, window=ExactWindow(16))
-    with pytest.raises(ServingError, match="there is none for keys per channel"):
-        KVTunerCache.from_profile(per_channel, model.config).attending(model, in_place=True).__enter__()
     tokens, is_token = prompt(2, 6), torch.ones(2, 6, dtype=torch.long)
     with cache.attending(model):
         is_token[1, 0] = 0

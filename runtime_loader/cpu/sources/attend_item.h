@@ -5,8 +5,6 @@
 #include <utility>
 
 #include "attend_pieces.h"
-#include "keys.h"
-#include "queries.h"
 #include "values.h"
 
 constexpr float LOWEST = -1e30f;  // below every score
@@ -32,7 +30,8 @@ class Attender : public AttendPieces {
             const bool follows = start + BLOCK < item.last;
             std::swap(k_rows_, k_next_), std::swap(v_rows_, v_next_);
             if (follows) find_rows(start + BLOCK, item.last, k_next_, v_next_);
-            read_scale_words(k_, k_rows_, k_scale_words_);
+            if (k_.is_per_channel()) find_runs(start, n);
+            else read_scale_words(k_, k_rows_, k_scale_words_);
             read_scale_words(v_, v_rows_, v_scale_words_);
             for (int head = 0; head < item.num_heads; head++) {
                 k_ahead_ = ahead_of(k_, k_next_, follows, head), v_ahead_ = ahead_of(v_, v_next_, follows, head);
@@ -43,9 +42,21 @@ class Attender : public AttendPieces {
     }
 
    private:
-    const uint8_t *row(const SidePlan &plan, int64_t token) const {
+    int64_t slot_of(int64_t token) const {
         const int64_t at = job_.tokens[item_->request] + token;
-        return plan.side.rows + (job_.slots ? job_.slots[at] : at) * plan.side.row_stride;
+        return job_.slots ? job_.slots[at] : at;
+    }
+
+    const uint8_t *row(const SidePlan &plan, int64_t token) const { return plan.side.rows + slot_of(token) * plan.side.row_stride; }
+
+    // The tokens of a block that share scales, those that follow one another in one run.
+    void find_runs(int64_t start, int n) {
+        num_runs_ = 0;
+        for (int t = 0; t < n; t++) {
+            const int64_t group = slot_of(start + t) / k_.side.token_group;
+            if (num_runs_ && runs_[num_runs_ - 1].group == group) runs_[num_runs_ - 1].last = t + 1;
+            else runs_[num_runs_++] = {t, t + 1, group};
+        }
     }
 
     // Behind the last token stand rows of the first, whose weights are zeros.
@@ -91,7 +102,10 @@ class Attender : public AttendPieces {
                 const int64_t at = (int64_t)head * rows_ + first + g;
                 float *group_sums = query_sum_ + at * k_.num_groups;
                 int32_t *to = q_ + ((int64_t)head * rows_ + first) * k_.query_numbers();
-                if (k_.integers) {
+                if (k_.is_per_channel()) {
+                    float *padded = (float *)to + g * k_.stride;
+                    for (int c = 0; c < k_.stride; c++) padded[c] = c < D ? x[c] * job_.scale : 0.0f;
+                } else if (k_.integers) {
                     query_scale_[at] = integer_query(k_, job_.scale, x, tile, g, to, group_sums);
                 } else {
                     for (int c = 0; c < D; c++) group_sums[c / k_.channels_per_group()] += x[c] * job_.scale;
@@ -109,7 +123,12 @@ class Attender : public AttendPieces {
     }
 
     void attend_block(int head, int64_t start, int n) {
-        if (k_.has_codes) scales_of(k_.side, k_scale_words_, head * k_.num_groups, k_scale_, k_minimum_);
+        if (k_.is_per_channel()) {
+            for (int i = 0; i < num_runs_; i++)
+                channel_scales(k_, runs_[i].group, item_->head + head, channel_words_, channel_scale_ + i * k_.stride, channel_minimum_ + i * k_.stride);
+        } else if (k_.has_codes) {
+            scales_of(k_.side, k_scale_words_, head * k_.num_groups, k_scale_, k_minimum_);
+        }
         transpose_words(place_of(k_, k_rows_, head), k_.num_words, words_);
         if (!k_.integers) key_numbers(k_.side, words_, numbers_);
         if (v_.has_codes) scales_of(v_.side, v_scale_words_, head * v_.num_groups, v_scale_, v_minimum_);
@@ -143,16 +162,37 @@ class Attender : public AttendPieces {
         }
     }
 
-    template <int G> void attend_tile(int head, int first, int64_t start, int n) {
-        const int64_t at = (int64_t)head * rows_ + first;
+    // Scores of keys per channel, a run of tokens after the other; behind the last token of the block there are none.
+    template <int G> void score_runs(const float *q) {
+        for (int i = 0; i < num_runs_; i++) {
+            const float *scale = channel_scale_ + i * k_.stride, *minimum = channel_minimum_ + i * k_.stride;
+            for (int g = 0; g < G; g++) fold_query(k_, q + g * k_.stride, scale, minimum, g, folded_);
+            if (!k_.integers) run_float_scores<G>(numbers_, k_, folded_, runs_[i], scores_);
+            else if (k_.side.bits == 2) run_integer_scores<2, G>(words_, k_.pairs, folded_, runs_[i], k_ahead_, scores_);
+            else if (k_.side.bits == 3) run_integer_scores<3, G>(words_, k_.pairs, folded_, runs_[i], k_ahead_, scores_);
+            else if (k_.side.bits == 4) run_integer_scores<4, G>(words_, k_.pairs, folded_, runs_[i], k_ahead_, scores_);
+            else run_integer_scores<8, G>(words_, k_.pairs, folded_, runs_[i], k_ahead_, scores_);
+        }
+    }
+
+    template <int G> void score(int64_t at) {
+        const int32_t *q = q_ + at * k_.query_numbers();
+        if (k_.is_per_channel()) {
+            score_runs<G>((const float *)q);
+            return;
+        }
         const KeyScales scales = {query_scale_ + at, query_sum_ + at * k_.num_groups, k_.has_codes ? k_scale_ : nullptr, k_minimum_,
                                   k_.num_groups, k_.slots_per_group, k_.channels_per_group()};
-        const int32_t *q = q_ + at * k_.query_numbers();
         if (!k_.integers) float_scores<G>(numbers_, k_.side.head_dim, (const float *)q, scales, scores_);
         else if (k_.side.bits == 2) integer_scores<2, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
         else if (k_.side.bits == 3) integer_scores<3, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
         else if (k_.side.bits == 4) integer_scores<4, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
         else integer_scores<8, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
+    }
+
+    template <int G> void attend_tile(int head, int first, int64_t start, int n) {
+        const int64_t at = (int64_t)head * rows_ + first;
+        score<G>(at);
         float shrink[G];
         for (int g = 0; g < G; g++) shrink[g] = weigh(head, first + g, g, start, n);
         const Weights weights = {pairs_, back_, exact_, shrink, v_.num_groups, v_.slots_per_group, v_.channels_per_group(), n};

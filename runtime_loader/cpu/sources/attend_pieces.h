@@ -1,9 +1,10 @@
 // What a thread keeps while it attends: the rows, words, codes and scales of a block, and the sums of its queries.
 #pragma once
-#include "plan.h"
 #include "scratch.h"
+#include "token_groups.h"
 
-constexpr int MOST_QUERIES = 4;  // of a tile, whose sums stay in registers
+constexpr int MOST_QUERIES = 4;      // of a tile, whose sums stay in registers
+constexpr int SPARE = 2 * LANES;     // numbers behind a piece, which vectors reach into
 
 class AttendPieces {
    public:
@@ -21,7 +22,7 @@ class AttendPieces {
         k_scale_words_ = scratch_.take<int32_t>((int64_t)k.words_of_heads(heads) * BLOCK);
         v_scale_words_ = scratch_.take<int32_t>((int64_t)v.words_of_heads(heads) * BLOCK);
         words_ = scratch_.take<int32_t>((int64_t)(k.num_words + TILE) * BLOCK);
-        numbers_ = scratch_.take<float>(k.integers ? 0 : (int64_t)k.side.head_dim * BLOCK);
+        numbers_ = scratch_.take<float>(k.integers ? 0 : (int64_t)k.side.head_dim * BLOCK + SPARE);
         values_ = scratch_.take<float>(v.integers ? 0 : (int64_t)v.stride * BLOCK);
         const int widest = k.units > v.units ? k.units : v.units;
         staged_row_ = 2 * widest + 32;
@@ -36,6 +37,15 @@ class AttendPieces {
         exact_ = scratch_.take<float>(MOST_QUERIES * v.num_groups * BLOCK);
         pairs_ = scratch_.take<int32_t>(MOST_QUERIES * v.num_groups * BLOCK / 2);
         back_ = scratch_.take<float>(MOST_QUERIES * v.num_groups);
+        const int64_t channels = k.is_per_channel() ? k.stride : 0;
+        runs_ = scratch_.take<TokenRun>(channels ? BLOCK : 0);
+        channel_words_ = scratch_.take<int32_t>(channels);
+        channel_scale_ = scratch_.take<float>(channels * BLOCK);
+        channel_minimum_ = scratch_.take<float>(channels * BLOCK);
+        folded_.integers = scratch_.take<int32_t>(channels ? MOST_QUERIES * k.slots * k.pairs + SPARE : 0);
+        folded_.numbers = scratch_.take<float>(channels ? MOST_QUERIES * channels + SPARE : 0);
+        folded_.back = scratch_.take<float>(MOST_QUERIES);
+        folded_.low = scratch_.take<float>(MOST_QUERIES);
         q_ = scratch_.take<int32_t>(all * k.query_numbers());
         query_scale_ = scratch_.take<float>(all);
         query_sum_ = scratch_.take<float>(all * k.num_groups);
@@ -52,4 +62,10 @@ class AttendPieces {
     uint16_t *staging_, *units_;
     float *numbers_, *values_, *k_scale_, *k_minimum_, *v_scale_, *v_minimum_, *v_zero_, *scores_, *exact_, *back_;
     float *query_scale_, *query_sum_, *sums_, *top_, *total_, *low_;
+    // Of keys per channel: the runs of a block that share scales, the scales of each, and the queries of a tile.
+    TokenRun *runs_;
+    int num_runs_ = 0;
+    int32_t *channel_words_;
+    float *channel_scale_, *channel_minimum_;  // [BLOCK, stride], by run
+    FoldedQueries folded_ = {};
 };

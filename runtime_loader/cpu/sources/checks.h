@@ -8,7 +8,7 @@ inline int check_tokens(const AttendJob &job) {
     for (int64_t r = 0; r < job.num_requests; r++)
         if (job.tokens[r + 1] < job.tokens[r]) return BAD_SPAN;
     const int64_t end = job.tokens[job.num_requests];
-    const int64_t rows = job.keys.num_rows < job.values.num_rows ? job.keys.num_rows : job.values.num_rows;
+    const int64_t of_keys = job.keys.whole_rows(), rows = of_keys < job.values.num_rows ? of_keys : job.values.num_rows;
     if (!job.slots) return end > rows ? BAD_SPAN : DONE;
     if (end > job.num_slots) return BAD_SPAN;
     for (int64_t i = job.tokens[0]; i < end; i++)

@@ -9,6 +9,12 @@ struct Side {
     uint8_t *rows;
     int64_t num_rows, row_bytes, row_stride, first_word;  // the stride and the place of scale words in bytes
     int32_t bits, numbers, num_heads, head_dim, group_size, word_bits;  // `numbers` of rows of 16 bits
+    int32_t token_group;  // the token slots, from a multiple of that on, that share the scales of a channel; else 1
+
+    // The bytes of a row that a group's scale words have.
+    int64_t token_share() const { return ((int64_t)4 * num_heads * head_dim + token_group - 1) / token_group; }
+    // The rows of whole groups, of which others would have scales beyond the last.
+    int64_t whole_rows() const { return num_rows / token_group * token_group; }
 };
 
 // Attention of queries over the tokens of their requests, as if no others were there.

@@ -1,8 +1,12 @@
 // What is known of a job before it runs: the sizes of either side, and its parts.
 #pragma once
+#include <math.h>
+
 #include "blocks.h"
 #include "codes.h"
 #include "values.h"
+
+constexpr float LARGEST_INTEGER = 32767.0f;
 
 // One side of a job, with what is derived from it.
 struct SidePlan {
@@ -31,9 +35,16 @@ struct SidePlan {
         return side.num_rows ? side.rows + (side.num_rows - 1) * side.row_stride + side.row_bytes : side.rows;
     }
     int words_of_heads(int heads) const {
-        return has_codes ? ((heads * num_groups * side.word_bits / 8 + 3) / 4 + TILE) / TILE * TILE : 0;
+        return has_codes && !is_per_channel() ? ((heads * num_groups * side.word_bits / 8 + 3) / 4 + TILE) / TILE * TILE : 0;
     }
-    int64_t query_numbers() const { return integers ? (int64_t)pairs * slots : side.head_dim; }
+    bool is_per_channel() const { return side.token_group > 1; }
+    // Of a query of keys; per channel it is folded later, and float32 till then.
+    int64_t query_numbers() const { return is_per_channel() ? stride : integers ? (int64_t)pairs * slots : side.head_dim; }
+    // The largest integer of a query, so that its sum over all channels of the largest codes stays within 31 bits.
+    float largest_integer() const {
+        const double most = 2147483647.0 / ((double)((1 << side.bits) - 1) * side.head_dim);
+        return most < LARGEST_INTEGER ? floorf((float)most * 0.999f) : LARGEST_INTEGER;
+    }
     int64_t sums_numbers() const { return integers ? (int64_t)chunks * slots * 2 * lanes : side.head_dim; }
 };
 

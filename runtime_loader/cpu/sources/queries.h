@@ -1,10 +1,6 @@
 // Queries as integers, for products with codes.
 #pragma once
-#include <math.h>
-
 #include "plan.h"
-
-constexpr float LARGEST_INTEGER = 32767.0f;
 
 // Query g of a tile as pairs of integers [pairs, slots, tile]; returns the value of one, NaN where it is not finite.
 // The sums are those of the integers too, so that a score is the product of one rounded query with a key.
@@ -16,10 +12,7 @@ inline float integer_query(const SidePlan &keys, float scale, const float *x, in
         finite &= __builtin_isfinite(x[c]);
         loudest = fmaxf(loudest, fabsf(x[c]));
     }
-    // The sum over all channels of the largest codes stays within 31 bits.
-    const double most = 2147483647.0 / ((double)((1 << keys.side.bits) - 1) * D);
-    const float largest_integer = most < LARGEST_INTEGER ? floorf((float)most * 0.999f) : LARGEST_INTEGER;
-    const float factor = finite && loudest > 1e-37f ? largest_integer / loudest : 0;
+    const float factor = finite && loudest > 1e-37f ? keys.largest_integer() / loudest : 0;
     const float back = finite ? factor ? scale / factor : 0.0f : NAN;
     for (int v = 0; v < keys.pairs; v++)
         for (int k = 0; k < keys.slots; k++) {

@@ -14,14 +14,23 @@ constexpr int64_t TOKENS_OF_A_THREAD = 16;
 
 struct Pieces {
     float *x, *integers, *codes;
-    uint8_t *packed;  // codes [head_dim]
+    uint8_t *packed;        // codes [head_dim]
+    float *states;          // of a group of tokens [tokens, head_dim]
+    uint8_t *packed_group;  // and their codes [tokens, head_dim]
+    int64_t num_bytes;
 };
 
-int64_t piece_bytes(int head_dim) { return ((int64_t)head_dim * (3 * sizeof(float) + 1) + 4 * 128 + 63) / 64 * 64; }
-
-Pieces pieces_of(uint8_t *memory, int head_dim) {
+// What a thread needs; without memory its size is counted alone.
+Pieces pieces_of(uint8_t *memory, const Side &side) {
     Scratch scratch(memory);
-    return {scratch.take<float>(head_dim), scratch.take<float>(head_dim), scratch.take<float>(head_dim), scratch.take<uint8_t>(head_dim)};
+    Pieces pieces = {};
+    const int64_t numbers = side.head_dim > side.token_group ? side.head_dim : side.token_group;
+    const int64_t of_group = side.token_group > 1 ? (int64_t)side.token_group * side.head_dim : 0;
+    pieces.x = scratch.take<float>(numbers), pieces.integers = scratch.take<float>(numbers);
+    pieces.codes = scratch.take<float>(numbers), pieces.packed = scratch.take<uint8_t>(numbers);
+    pieces.states = scratch.take<float>(of_group), pieces.packed_group = scratch.take<uint8_t>(of_group);
+    pieces.num_bytes = scratch.used();
+    return pieces;
 }
 
 void transform(const StoreJob &job, int head, float *x) {
@@ -90,9 +99,34 @@ void store_token(const StoreJob &job, int64_t token, const Pieces &pieces) {
     }
 }
 
+// Tokens of one group, whose rows have a share of its scale words each: those of all channels, head 0 first.
+void store_group(const StoreJob &job, int64_t first_token, const Pieces &pieces) {
+    const Side &side = job.side;
+    const int D = side.head_dim, G = side.token_group;
+    const GridKind kind = {side.bits, G, job.symmetric != 0, false, false};
+    const int64_t share = side.token_share();
+    const auto row = [&](int64_t token) { return side.rows + job.slots[first_token + token] * side.row_stride; };
+    for (int t = 0; t < G; t++) memset(row(t) + side.first_word, 0, side.row_bytes - side.first_word);
+    for (int head = 0; head < side.num_heads; head++) {
+        for (int t = 0; t < G; t++)
+            read_numbers(job.states, (first_token + t) * job.token_stride + head * job.head_stride, job.numbers, D, pieces.states + (int64_t)t * D);
+        for (int c = 0; c < D; c++) {
+            for (int t = 0; t < G; t++) pieces.x[t] = pieces.states[(int64_t)t * D + c];
+            const uint32_t word = quantize(kind, pieces.x, pieces.integers, pieces.codes, pieces.packed);
+            for (int t = 0; t < G; t++) pieces.packed_group[(int64_t)t * D + c] = pieces.packed[t];
+            for (int i = 0; i < 4; i++) {
+                const int64_t at = ((int64_t)head * D + c) * 4 + i;
+                row(at / share)[side.first_word + at % share] = (uint8_t)(word >> (8 * i));
+            }
+        }
+        for (int t = 0; t < G; t++) pack(side, head, pieces.packed_group + (int64_t)t * D, row(t));
+    }
+}
+
 struct Work {
     const StoreJob &job;
     uint8_t *memory;
+    int64_t scratch_bytes, tokens_at_once;
     int threads;
     std::atomic<int64_t> next{0};
     std::atomic<int> started{0};
@@ -102,10 +136,15 @@ void run(void *pointer) {
     Work &work = *(Work *)pointer;
     const int thread = work.started.fetch_add(1);
     if (thread >= work.threads) return;
-    const Pieces pieces = pieces_of(work.memory + thread * piece_bytes(work.job.side.head_dim), work.job.side.head_dim);
-    for (int64_t first; (first = work.next.fetch_add(TOKENS_OF_A_THREAD)) < work.job.num_tokens;)
-        for (int64_t token = first; token < first + TOKENS_OF_A_THREAD && token < work.job.num_tokens; token++)
+    const Pieces pieces = pieces_of(work.memory + thread * work.scratch_bytes, work.job.side);
+    for (int64_t first; (first = work.next.fetch_add(work.tokens_at_once)) < work.job.num_tokens;) {
+        if (work.job.side.token_group > 1) {
+            store_group(work.job, first, pieces);
+            continue;
+        }
+        for (int64_t token = first; token < first + work.tokens_at_once && token < work.job.num_tokens; token++)
             store_token(work.job, token, pieces);
+    }
 }
 
 }  // namespace
@@ -113,13 +152,16 @@ void run(void *pointer) {
 extern "C" VISIBLE int kvtuner_store(const StoreJob *job, int threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
     for (int64_t i = 0; i < job->num_tokens; i++)
         if (job->slots[i] < 0 || job->slots[i] >= job->side.num_rows) return BAD_SLOT;
-    const int64_t most = (job->num_tokens + TOKENS_OF_A_THREAD - 1) / TOKENS_OF_A_THREAD;
+    if (job->num_tokens % job->side.token_group) return BAD_SPAN;
+    const int64_t at_once = job->side.token_group > 1 ? job->side.token_group : TOKENS_OF_A_THREAD;
+    const int64_t most = (job->num_tokens + at_once - 1) / at_once;
     if (most == 0) return DONE;
     if (!parallel || threads < 1) threads = 1;
     if (threads > most) threads = (int)most;
-    uint8_t *memory = allocate(threads * piece_bytes(job->side.head_dim));
+    const int64_t scratch_bytes = pieces_of(nullptr, job->side).num_bytes;
+    uint8_t *memory = allocate(threads * scratch_bytes);
     if (!memory) return NO_MEMORY;
-    Work work{*job, memory, threads};
+    Work work{*job, memory, scratch_bytes, at_once, threads};
     if (threads > 1) parallel(run, &work, (unsigned)threads, 0);
     else run(&work);
     free(memory);

@@ -131,7 +131,7 @@ class PackedPool(ABC):
         """
         keys, values = self.keys[local_layer], self.values[local_layer]
         if keys.format.token_group > 1:
-            values.write(slots, v)
+            self.rank_state.attention.store_side(values, slots, v)
         else:
             self.rank_state.attention.store(keys, values, slots, k, v)
 

@@ -40,6 +40,8 @@ def formats(channels: int, heads: int) -> list[RowFormat]:
             found.append(
                 RowFormat(heads, channels, QuantSpec(bits, group_size=channels // groups, word_bits=word_bits))
             )
+        if word_bits == 32 and groups == 1 and channels * bits % 16 == 0:
+            found.append(RowFormat(heads, channels, QuantSpec(bits, token_group=16)))
     return found
 
 
@@ -62,7 +64,9 @@ def main() -> None:
         native = NativeAttention(name, integer_products=integers)
         sides = formats(channels, heads)
         for k_format, v_format in zip(sides, [*sides[1:], sides[0]], strict=True):
-            num_rows = 70
+            num_rows = 80  # whole groups of keys per channel
+            if v_format.token_group > 1:  # of values there are none
+                v_format = sides[0]
             keys, values = (noise(side, num_rows, generator) for side in (k_format, v_format))
             q = torch.randn(2, 3 * heads, channels, generator=generator)
             q[1, 0, 0] = torch.inf
@@ -76,12 +80,12 @@ def main() -> None:
                 native.decode(q, keys, values, indptr, slots, ScoreScaling(0.1, cap), window=reads)
             last = torch.randn(2, heads, channels, generator=generator).bfloat16()
             native.store_copies(window.ring, NewTokens(window.requests, indptr), last, last)
-            k, v = (torch.randn(9, heads, channels, generator=generator) for _ in range(2))
-            bounds = ExtendBounds(torch.tensor([0, 4, 9]), indptr, slots, 5)
-            new = torch.randn(9, 3 * heads, channels, generator=generator)
+            k, v = (torch.randn(16, heads, channels, generator=generator) for _ in range(2))
+            bounds = ExtendBounds(torch.tensor([0, 4, 16]), indptr, slots, 12)
+            new = torch.randn(16, 3 * heads, channels, generator=generator)
             native.extend(new, k, v, keys, values, bounds, ScoreScaling(0.1))
             k[0, 0, 0], k[1, 0, 1] = torch.nan, -torch.inf
-            native.store(keys, values, torch.arange(num_rows - 9, num_rows), k, v)
+            native.store(keys, values, torch.arange(num_rows - 16, num_rows), k, v)
     sys.stdout.write("rows of noise were read\n")
 
 

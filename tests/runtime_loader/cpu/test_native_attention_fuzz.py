@@ -29,11 +29,13 @@ PROGRAM = Path(__file__).parent / "hostile_rows_program.py"
 
 
 @st.composite
-def row_formats(draw: st.DrawFn, heads: int, channels: int) -> RowFormat:
-    bits = draw(st.sampled_from(ALL_BITS))
+def row_formats(draw: st.DrawFn, heads: int, channels: int, token_groups: tuple[int, ...]) -> RowFormat:
+    bits, token_group = draw(st.sampled_from(ALL_BITS)), draw(st.sampled_from(token_groups))
     if bits == 16:
         return RowFormat(heads, channels, None)
     assume(channels * bits % 16 == 0)
+    if token_group > 1:
+        return RowFormat(heads, channels, QuantSpec(bits, token_group=token_group, symmetric=draw(st.booleans())))
     smallest = channels // num_slots(bits)
     sizes = [size for size in range(smallest, channels + 1, smallest) if channels % size == 0]
     spec = QuantSpec(
@@ -50,11 +52,11 @@ def row_formats(draw: st.DrawFn, heads: int, channels: int) -> RowFormat:
 def test_any_shape_reads_what_its_rows_mean(data: st.DataObject) -> None:
     heads, gqa = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     channels, v_channels = (8 * data.draw(st.integers(1, 34)) for _ in range(2))
-    keys, values = (data.draw(row_formats(heads, each)) for each in (channels, v_channels))
+    keys, values = data.draw(row_formats(heads, channels, (1, 16, 64))), data.draw(row_formats(heads, v_channels, (1,)))
     lengths = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
     kind, integers = data.draw(st.sampled_from(runnable_sets())), data.draw(st.booleans())
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    num_slots_of_pool = sum(lengths) + data.draw(st.integers(1, 9))
+    num_slots_of_pool = -(-(sum(lengths) + data.draw(st.integers(1, 9))) // 64) * 64  # whole groups
     slots = torch.randperm(num_slots_of_pool, generator=generator)[: sum(lengths)]
     sides = []
     for side in (keys, values):

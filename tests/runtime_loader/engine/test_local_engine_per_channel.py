@@ -124,5 +124,5 @@ def test_pages_are_whole_groups(model: Any, profile_of: ProfileOf, engine_of: En
 
 
 def test_an_attention_that_does_not_read_them_is_refused(model: Any, profile: Profile, engine_of: EngineOf) -> None:
-    with pytest.raises(ServingError, match="per channel are not read on cpu by triton: torch reads them on a proc"):
+    with pytest.raises(ServingError, match="per channel are not read on cpu by triton: cpu and torch read them on a"):
         engine_of(model, None, profile, attention="triton")
