@@ -33,8 +33,6 @@ PAGE: Final = ROOT / "docs" / "models.md"
 BEGIN: Final = "<!-- made by python -m tools.make_models_table -->"
 SERVERS: Final = ("test_agreement.py", "layers/test_windows.py", "layers/test_states.py", "layers/test_latents.py")
 """The tests of tests/sglang/ that start a real server for each of their `FAMILIES`."""
-CHAINS: Final = ("Cohere", "Granite", "StableLm", "Olmo2", "GPTNeoX", "OPT", "GPT2")
-"""The prefixes of models that tests run layer by layer alone."""
 NO_CACHE_OF_OURS: Final = ("minimax",)
 NO_CHAIN: Final = {
     "zamba2": "refused: its attention says no layer",
@@ -49,7 +47,7 @@ def tested() -> dict[str, str]:
 
     plain, models = import_module("conftest").FAMILIES, import_module("tiny.layered_models")
     families = {**plain, **models.LAYERED, **models.MULTIMODAL, **import_module("tiny.latent_models").LATENT}
-    prefixes = {name: family[0] for name, family in families.items()} | {name: name for name in CHAINS}
+    prefixes = {name: family[0] for name, family in families.items()}
     found: dict[str, str] = {}
     for name, prefix in prefixes.items():
         kind = prefix if name in models.MULTIMODAL else models.TEXT_CLASSES.get(prefix, prefix)
@@ -96,8 +94,6 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         search = _search(name, config, tests)
         is_refused = search.startswith("refused")
         host = "refused: it takes its own cache alone" if name in NO_CACHE_OF_OURS else search
-        if tests.get(name) in CHAINS:
-            host = "by its configuration"
         search += ", images too" if name in read() else ""
         server = search if is_refused else _served(name, config, classes.get(name))
         triton = "-" if server.startswith("refused") else _triton(config)
@@ -108,8 +104,11 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
     from kvtuner.errors import KVTunerError
     from kvtuner.supported_models import read_cache_geometry
 
+    shrunk = import_module("tiny.shrunk_models")
     if name in NO_CHAIN:
         return NO_CHAIN[name]
+    if name in shrunk.REFUSED:
+        return f"refused: {shrunk.REFUSED[name]}"
     if name in tests:
         return f"tested as `{tests[name]}`"
     try:
@@ -117,7 +116,8 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
     except KVTunerError as error:
         return f"refused: {_short(str(error))}"
     kinds = [layer.kind.name for layer in geometry.layers]
-    return "by its configuration: " + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    how = "tested, shrunk: " if name in shrunk.SHRUNK else "by its configuration: "
+    return how + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
 
 def _triton(config: Any) -> str:

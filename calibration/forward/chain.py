@@ -7,6 +7,7 @@ such a chain is refused.
 
 from __future__ import annotations
 
+from inspect import signature
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +73,18 @@ class DecoderChain:
         if found is None:
             raise UnsupportedModelError(f"{self.name} has no list of {len(self.cache.layers)} decoder layers")
         self.decoder, self.layers = found[0], list(found[1])
+        if "input_ids" not in signature(self.decoder.forward).parameters:
+            raise UnsupportedModelError(
+                f"{self.name}: its layers lie in {type(self.decoder).__name__}, which reads no token ids; only decoders"
+                " that read them themselves are supported"
+            )
         self._streamed = streamed_layers_of(model)
         head = model.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
         self.head: nn.Module = head
         self._norm: nn.Module | None = None
+        self._scales_logits = True
         with refusing_model(self.name, "layer by layer"):
             self._check_on_probe()
 
@@ -180,7 +187,7 @@ class DecoderChain:
         return result
 
     def logits(self, final: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Logits of final hidden states, float32, of all tokens or some; with the model's own scale and cap.
+        """Logits of final hidden states, float32, of all tokens or some; scaled and capped as the model does it.
 
         Some tokens can be asked for where `has_rows_of_tokens`.
         """
@@ -190,6 +197,8 @@ class DecoderChain:
         else:
             assert isinstance(self.head, nn.Linear)
             logits = logits_of_tokens(self.head, final, tokens)
+        if not self._scales_logits:
+            return logits
         config = self.model.config.get_text_config(decoder=True)
         if (scale := getattr(config, "logit_scale", None)) is not None:
             logits = logits * scale
@@ -248,7 +257,9 @@ class DecoderChain:
                 raise UnsupportedModelError(f"{self.name}: running its layers one by one gives another result")
             with hooked(None):
                 whole = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        if not is_close(self.logits(trace.final).to(whole.dtype), whole):
+        # Classes that read images may leave out the scale and the cap that their decoder's configuration has.
+        self._scales_logits = is_close(self.logits(trace.final).to(whole.dtype), whole)
+        if not self._scales_logits and not is_close(self.logits(trace.final).to(whole.dtype), whole):
             raise UnsupportedModelError(f"{self.name}: its logits are not the output embeddings of its hidden states")
 
     def _watch(self, run: Callable[[], Trace]) -> tuple[Trace, list[Tensor], nn.Module | None]:

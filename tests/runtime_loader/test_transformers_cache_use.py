@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tiny.layered_models import LAYERED, MULTIMODAL
+from tiny.shrunk_models import SHRUNK, shrunk_model
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -285,12 +286,13 @@ def some_tokens() -> Tensor:
     return torch.randint(2, 320, (2, TOKENS), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # GPTBigCode's own
+@pytest.mark.parametrize("name", [*SHOWN, *SHRUNK])
 def test_16_bits_are_the_models_own_cache_and_packed_rows_are_the_simulators(
     name: str, make_model: Callable[..., Any]
 ) -> None:
     """Tolerances: 1e-4 where no code can flip but by float32 sums, and a flipped code moves logits by its step."""
-    model = make_model(name)
+    model = shrunk_model(name) if name in SHRUNK else make_model(name)
     if name == "gemma2":  # without a window the model's own attention reads, and sdpa leaves its cap out
         model.set_attn_implementation("eager")
     chain, ids = chain_of(model), some_tokens()
