@@ -35,6 +35,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": TIED,
     "gpt-oss": {},
     "gemma4-images": {"tie_word_embeddings": True},
+    "exaone4": {  # SGLang's code has the base of hub's checkpoints, and an epsilon of QK norms, for numbers of its own
+        "sliding_window_pattern": "LG",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rms_norm_eps": 1e-6,
+    },
 }
 APART = ("gpt-oss", "gemma4-images")
 """Those whose windows SGLang keeps in a part of the pool of their own; it keeps all tokens of the others'."""
@@ -175,3 +180,14 @@ def test_a_model_whose_windows_sglang_reads_otherwise_is_refused(
 ) -> None:
     folder = model_folder(name, **LAYERS)
     assert refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *flags).startswith(line)
+
+
+@pytest.mark.parametrize(("pattern", "said"), [(2, "2"), ("LLG", "'LLG'"), (None, "''")])
+def test_windows_by_another_word_than_the_types_of_layers_are_refused(
+    pattern: int | str, said: str, refused: Refused, model_folder: ModelFolder
+) -> None:
+    """Of a number SGLang would ask the length; by a word, or none, other layers have windows and rotary positions."""
+    folder = model_folder("exaone4", **LAYERS, sliding_window_pattern=pattern)
+    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
+    assert f"such as LLLG where each fourth layer has no window; this model has {said} in its place" in line
+    assert "layers LGLGLG; write the word into its config.json" in line
