@@ -182,12 +182,12 @@ def test_a_model_whose_windows_sglang_reads_otherwise_is_refused(
     assert refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *flags).startswith(line)
 
 
-@pytest.mark.parametrize(("pattern", "said"), [(2, "2"), ("LLG", "'LLG'"), (None, "''")])
+@pytest.mark.parametrize(("pattern", "shown"), [(2, "2"), ("LLG", "'LLG'"), (None, "''")])
 def test_windows_by_another_word_than_the_types_of_layers_are_refused(
-    pattern: int | str, said: str, refused: Refused, model_folder: ModelFolder
+    pattern: int | str | None, shown: str, refused: Refused, model_folder: ModelFolder
 ) -> None:
-    """Of a number SGLang would ask the length; by a word, or none, other layers have windows and rotary positions."""
+    """SGLang would ask a number's length, and gives other layers windows and rotary positions by a word or by none."""
     folder = model_folder("exaone4", **LAYERS, sliding_window_pattern=pattern)
     line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
-    assert f"such as LLLG where each fourth layer has no window; this model has {said} in its place" in line
+    assert f"such as LLLG where each fourth layer has no window; this model has {shown} in its place" in line
     assert "layers LGLGLG; write the word into its config.json" in line
