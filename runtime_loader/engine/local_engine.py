@@ -22,7 +22,7 @@ from kvtuner.runtime_loader.engine.served_model import context_length_of, device
 from kvtuner.runtime_loader.engine.step_attention import choose_attention
 from kvtuner.runtime_loader.engine.step_batch import StepBatch, kept_tokens
 from kvtuner.runtime_loader.engine.text_stream import KeptTexts, TextStream
-from kvtuner.runtime_loader.engine.token_sampler import generator_of, sample, token_logprobs
+from kvtuner.runtime_loader.engine.token_sampler import generator_of, likeliest_tokens, sample, token_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -283,11 +283,8 @@ class LocalEngine:
         generations = [generation for generation, _ in due]
         if len(due) < len(logits):
             logits = logits[[row for _, row in due]]
-        highest, likeliest = logits.max(-1)  # the highest is NaN where any is
         deltas = []
-        for row, (generation, logit, token) in enumerate(
-            zip(generations, highest.tolist(), likeliest.tolist(), strict=True)
-        ):
+        for row, (generation, logit, token) in enumerate(zip(generations, *likeliest_tokens(logits), strict=True)):
             if not isfinite(logit):
                 generation.error = "the model gives NaN or infinity; run it in a wider dtype"
                 deltas.append(self._finish(generation, "error"))

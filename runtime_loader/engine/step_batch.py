@@ -84,36 +84,40 @@ class _HostNumbers:
 
     def __init__(self) -> None:
         self._ints: list[int] = []
+        self._int_counts: list[int] = []
         self._slots: list[NDArray[np.int64]] = []
-        self._num_slots = 0
+        self._slot_counts: list[int] = []
 
-    def add(self, ints: Iterable[int]) -> slice:
-        """Put numbers behind the others; returns where they are."""
-        start = len(self._ints)
+    def add(self, ints: Sequence[int]) -> int:
+        """Put numbers behind the others; returns their place in what `on_device` gives."""
         self._ints += ints
-        return slice(start, len(self._ints))
+        self._int_counts.append(len(ints))
+        return len(self._int_counts) - 1
 
-    def add_slots(self, slots: Iterable[NDArray[np.int64]], count: int) -> slice:
-        """Put so many token slots behind the others; returns where they are."""
+    def add_slots(self, slots: Iterable[NDArray[np.int64]], count: int) -> int:
+        """Put so many token slots behind the others; returns their place in what `on_device` gives."""
         self._slots += slots
-        self._num_slots += count
-        return slice(self._num_slots - count, self._num_slots)
+        self._slot_counts.append(count)
+        return len(self._slot_counts) - 1
 
-    def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """All numbers and all token slots, int64."""
+    def on_device(self, device: torch.device) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The numbers and the token slots of each call, int64."""
         ints, slots = np.array(self._ints, dtype=np.int64), np.concatenate(self._slots)
-        return torch.from_numpy(ints).to(device), torch.from_numpy(slots).to(device)
+        return (
+            torch.from_numpy(ints).to(device).split(self._int_counts),
+            torch.from_numpy(slots).to(device).split(self._slot_counts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _PartOnHost:
-    """A part whose numbers are on the host, and where they are."""
+    """A part whose numbers are on the host, by their places there."""
 
-    requests: slice
-    tokens: slice
-    new_slots: slice
-    reads: slice
-    read_slots: slice
+    requests: int
+    tokens: int
+    new_slots: int
+    reads: int
+    read_slots: int
     paged: PagedReads | None
     longest: int
     is_decoding: bool
@@ -144,7 +148,7 @@ class _PartOnHost:
             reads_stored,
         )
 
-    def on_device(self, ints: Tensor, slots: Tensor) -> StepPart:
+    def on_device(self, ints: Sequence[Tensor], slots: Sequence[Tensor]) -> StepPart:
         """The part, of all numbers of its step."""
         return StepPart(
             ints[self.requests], ints[self.tokens], slots[self.new_slots], ints[self.reads], slots[self.read_slots],
@@ -183,8 +187,9 @@ class StepBatch:
 
         numbers = _HostNumbers()
         spans = [(generation, generation.num_stored, count) for generation, count in scheduled]
-        tokens = numbers.add([token for each, start, count in spans for token in each.tokens[start : start + count]])
+        input_ids = [token for each, start, count in spans for token in each.tokens[start : start + count]]
         firsts = [(each.first_position + start, count) for each, start, count in spans]
+        tokens = numbers.add(input_ids)
         positions = numbers.add([position for start, count in firsts for position in range(start, start + count)])
         of_kept = numbers.add(kept)
         on_host = [
@@ -193,10 +198,10 @@ class StepBatch:
         ]
         ints, slots = numbers.on_device(pool.device)
         return cls(
-            ints[None, tokens],
-            ints[None, positions],
+            ints[tokens][None],
+            ints[positions][None],
             tuple(part.on_device(ints, slots) for part in on_host),
-            ints[of_kept] if len(kept) < tokens.stop else None,
+            ints[of_kept] if len(kept) < len(input_ids) else None,
         )
 
 

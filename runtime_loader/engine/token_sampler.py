@@ -70,6 +70,16 @@ def generator_of(sampling: SamplingParameters, device: torch.device) -> torch.Ge
     return generator
 
 
+def likeliest_tokens(logits: Tensor) -> tuple[list[float], list[int]]:
+    """The highest logit of each row of [tokens, vocab_size], NaN where any is, and the first token that has it."""
+    if logits.device.type == "cpu":  # in a tenth of the time of torch, which takes one number after the other
+        rows = logits.numpy()
+        tokens = rows.argmax(-1).tolist()
+        return [rows.item(place) for place in enumerate(tokens)], tokens
+    highest, likeliest = logits.max(-1)
+    return highest.tolist(), likeliest.tolist()
+
+
 def sample(generation: Generation, logits: Tensor) -> int:
     """The next token of a request, of its logits [1, vocab_size], float32."""
     steps = processors(generation.sampling, generation.num_prompt)

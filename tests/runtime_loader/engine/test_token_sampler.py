@@ -9,7 +9,13 @@ import torch
 
 from kvtuner.errors import RequestError
 from kvtuner.runtime_loader.engine.generation import Generation, SamplingParameters
-from kvtuner.runtime_loader.engine.token_sampler import generator_of, processors, sample, token_logprobs
+from kvtuner.runtime_loader.engine.token_sampler import (
+    generator_of,
+    likeliest_tokens,
+    processors,
+    sample,
+    token_logprobs,
+)
 
 PROMPT = [1, 2, 3]
 ANSWER = [4, 4, 5]
@@ -23,6 +29,15 @@ def request(**parameters: Any) -> Generation:
 
 def logits_of(seed: int = 0) -> torch.Tensor:
     return torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_likeliest_token_is_the_first_of_the_highest_logits_and_nan_is_higher_than_all() -> None:
+    logits = torch.randn(5, 1001, generator=torch.Generator().manual_seed(0))
+    logits[1, [7, 900]] = logits[2, [0, 1000]] = 9.0
+    logits[3, 20], logits[3, 900] = torch.nan, torch.inf
+    highest, tokens = likeliest_tokens(logits)
+    assert tokens == logits.argmax(-1).tolist() and tokens[1:4] == [7, 0, 20]
+    torch.testing.assert_close(torch.tensor(highest), logits.amax(-1), equal_nan=True)
 
 
 def test_penalties_of_the_answer_are_openais() -> None:
