@@ -73,7 +73,8 @@ class DecoderChain:
         if found is None:
             raise UnsupportedModelError(f"{self.name} has no list of {len(self.cache.layers)} decoder layers")
         self.decoder, self.layers = found[0], list(found[1])
-        if "input_ids" not in signature(self.decoder.forward).parameters:
+        arguments = signature(self.decoder.forward).parameters
+        if "hidden_states" in arguments and "input_ids" not in arguments:
             raise UnsupportedModelError(
                 f"{self.name}: its layers lie in {type(self.decoder).__name__}, which reads no token ids; only decoders"
                 " that read them themselves are supported"
