@@ -19,6 +19,14 @@ template <int G> INLINE F scaled(const KeyScales &scales, F products, int g, int
     return fma(products, load<F>(scales.scale + group * BLOCK + token), minimum);
 }
 
+// The words of a pair of units for T vectors of tokens: at 3 bits low halfwords, and high ones behind all of those.
+template <int B, int T> INLINE void load_words(const int32_t *words, int pairs, int v, int token, H (&low)[T], H (&high)[T]) {
+    UNROLL for (int u = 0; u < T; u++) {
+        low[u] = load<H>(words + v * BLOCK + token + u * LANES);
+        if constexpr (B == 3) high[u] = load<H>(words + (pairs + v) * BLOCK + token + u * LANES);
+    }
+}
+
 // Products in integers: `words` are pairs of units by token (at 3 bits low halfwords, then high ones), `q` the same
 // pairs of channels of each slot, [pairs, slots, G]. Scores [G, BLOCK] are scaled and whole.
 template <int B, int G> static void integer_scores(const int32_t *words, int pairs, const int32_t *q, const KeyScales &scales, Ahead &ahead, float *scores) {
@@ -39,10 +47,7 @@ template <int B, int G> static void integer_scores(const int32_t *words, int pai
             };
             for (int v = 0; v < pairs; v++) {
                 H low[T], high[T] = {};
-                UNROLL for (int u = 0; u < T; u++) {
-                    low[u] = load<H>(words + v * BLOCK + token + u * LANES);
-                    if constexpr (B == 3) high[u] = load<H>(words + (pairs + v) * BLOCK + token + u * LANES);
-                }
+                load_words<B>(words, pairs, v, token, low, high);
                 ahead.fetch(tokens_of_step);
                 const int32_t *pair = q + v * SLOTS * G;
                 if (scales.slots_per_group == SLOTS) {

@@ -83,10 +83,7 @@ template <int B, int G> static void run_integer_scores(const int32_t *words, int
         Products<LANES> sums[T][G] = {};
         for (int v = 0; v < pairs; v++) {
             H low[T], high[T] = {};
-            UNROLL for (int u = 0; u < T; u++) {
-                low[u] = load<H>(words + v * BLOCK + token + u * LANES);
-                if constexpr (B == 3) high[u] = load<H>(words + (pairs + v) * BLOCK + token + u * LANES);
-            }
+            load_words<B>(words, pairs, v, token, low, high);
             ahead.fetch(tokens_of_step);
             UNROLL for (int k = 0; k < SLOTS; k++) {
                 H codes[T];
