@@ -10,6 +10,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_ranges import write_layers
+from kvtuner.runtime_loader.sglang.compat.positions import BASES, refuse_other_positions
 
 if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry
@@ -20,8 +21,6 @@ TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}
 """The flag by which SGLang takes a model that reads images for one of text."""
 WITH_IMAGES: Final = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 """The architectures of models that read images and were tried."""
-_BY_WORD: Final = ("Exaone4ForCausalLM",)
-"""The architectures whose windows SGLang reads from a word in the configuration, not from its types of layers."""
 _MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
 """The kinds of models in whose configuration SGLang gives all layers the heads of the full ones."""
 
@@ -88,30 +87,12 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f" {model_config.context_len} tokens {write_layers(windows) or 'none'} of its layers have one; add"
             " --disable-hybrid-swa-memory, or serve it without a profile"
         )
-    _refuse_other_pattern(model_config.hf_config, name)
+    if name in BASES:
+        refuse_other_positions(configuration_of(model_config), model_config.hf_config)
     if windows and not _gives_windows(name):
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"
             " without a profile"
-        )
-
-
-def _refuse_other_pattern(config: Any, name: str) -> None:
-    """Refuse a model whose layers with a window, and with rotary positions, are others by SGLang's own pattern."""
-    if name not in _BY_WORD:
-        return
-    text = config.get_text_config(decoder=True)
-    pattern = getattr(text, "sliding_window_pattern", None) or ""
-    layers = "".join("L" if kind == "sliding_attention" else "G" for kind in text.layer_types)
-    read = ""
-    if isinstance(pattern, str):
-        every = len(pattern) or 1
-        read = "".join("L" if place % every else "G" for place in range(1, len(layers) + 1))
-    if read != layers:
-        raise UnsupportedModelError(
-            f"SGLang's code for {name} reads sliding_window_pattern as a word, such as LLLG where each fourth layer has"
-            f" no window; this model has {pattern!r} in its place, and layers {layers}; write the word into its"
-            " config.json, as the hub's checkpoints have it, or serve it without a profile"
         )
 
 

@@ -182,12 +182,31 @@ def test_a_model_whose_windows_sglang_reads_otherwise_is_refused(
     assert refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *flags).startswith(line)
 
 
-@pytest.mark.parametrize(("pattern", "shown"), [(2, "2"), ("LLG", "'LLG'"), (None, "''")])
+@pytest.mark.parametrize(("pattern", "shown"), [(2, "2"), ("LLG", "'LLG'"), (None, "None")])
 def test_windows_by_another_word_than_the_types_of_layers_are_refused(
     pattern: int | str | None, shown: str, refused: Refused, model_folder: ModelFolder
 ) -> None:
     """SGLang would ask a number's length, and gives other layers windows and rotary positions by a word or by none."""
-    folder = model_folder("exaone4", **LAYERS, sliding_window_pattern=pattern)
+    folder = model_folder("exaone4", **LAYERS, **{**FAMILIES["exaone4"], "sliding_window_pattern": pattern})
     line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
     assert f"such as LLLG where each fourth layer has no window; this model has {shown} in its place" in line
     assert "layers LGLGLG; write the word into its config.json" in line
+
+
+def test_a_rotary_base_that_sglang_does_not_read_is_refused(refused: Refused, model_folder: ModelFolder) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    folder = model_folder("exaone4", **LAYERS, **{**FAMILIES["exaone4"], "rope_parameters": rope})
+    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
+    assert """add --json-model-override-args '{"rope_theta": 10000.0}'""" in line
+
+
+@pytest.mark.full
+def test_a_rotary_base_that_a_flag_tells_sglang_is_served(
+    compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    folder = model_folder("exaone4", **LAYERS, **{**FAMILIES["exaone4"], "rope_parameters": rope})
+    flags = (*FLAGS, "--json-model-override-args", '{"rope_theta": 10000.0}')
+    served = compare_served(folder, mixed_profile(folder, by_kinds=True), *flags)
+    assert served.agreement.is_near, served.agreement
+    assert "under other rotations" not in served.log

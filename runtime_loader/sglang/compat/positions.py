@@ -1,0 +1,72 @@
+"""Models whose windows or rotary positions SGLang's own code reads otherwise than transformers, refused by name.
+
+It knows configurations alone, no pools, and compares them: transformers' with the one that SGLang holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvtuner.errors import UnsupportedModelError
+
+BASES: Final = {
+    "Exaone4ForCausalLM": 1e6,
+    "ExaoneMoEForCausalLM": 1e6,
+    "ExaoneMoeForCausalLM": 1e6,
+    "GraniteMoeHybridForCausalLM": 1e4,
+    "Qwen3NextForCausalLM": 1e4,
+}
+"""The architectures whose rotary base SGLang reads from a field rope_theta alone, with the base it takes without one.
+
+transformers 5 writes the base into rope_parameters only, and moves it there from that field of a file.
+"""
+_BY_WORD: Final = ("Exaone4ForCausalLM",)
+"""The architectures whose windows SGLang reads from a word in the configuration, not from its types of layers."""
+_ALSO: Final = "SGLang reads it so without a profile too"
+
+
+def refuse_other_positions(config: Any, served: Any) -> None:
+    """Refuse a model to whose layers SGLang gives another rotary base, other windows or other rotary positions.
+
+    Its configuration is transformers' own, with what a server overrides, and `served` is the one that SGLang holds.
+    """
+    name, text = served.architectures[0], config.get_text_config(decoder=True)
+    if name in BASES and getattr(text, "position_embedding_type", "rope") == "rope":
+        _refuse_other_base(text, served, name)
+    if name in _BY_WORD:
+        _refuse_other_pattern(text, name)
+
+
+def _refuse_other_base(text: Any, served: Any, name: str) -> None:
+    """Refuse a model whose rotary base is not the one that SGLang reads."""
+    base = (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
+    read = getattr(served, "rope_theta", BASES[name])
+    if base is not None and read != base:
+        raise UnsupportedModelError(
+            f"SGLang's code for {name} takes {read} for its rotary base, which is {base} by rope_parameters: it reads"
+            f""" a field rope_theta alone; add --json-model-override-args '{{"rope_theta": {base}}}' ({_ALSO})"""
+        )
+
+
+def _refuse_other_pattern(text: Any, name: str) -> None:
+    """Refuse a model whose layers with a window, or with rotary positions, are others by SGLang's own pattern."""
+    configured = getattr(text, "sliding_window_pattern", None)
+    pattern = configured or ""
+    layers = "".join("L" if kind == "sliding_attention" else "G" for kind in text.layer_types)
+    read = ""
+    if isinstance(pattern, str):
+        every = len(pattern) or 1
+        read = "".join("L" if place % every else "G" for place in range(1, len(layers) + 1))
+    if read != layers:
+        raise UnsupportedModelError(
+            f"SGLang's code for {name} reads sliding_window_pattern as a word, such as LLLG where each fourth layer has"
+            f" no window; this model has {configured!r} in its place, and layers {layers}; write the word into its"
+            f" config.json, as the hub's checkpoints have it ({_ALSO})"
+        )
+    if not pattern and text.sliding_window is not None:
+        raise UnsupportedModelError(
+            f"{name} has a sliding_window of {text.sliding_window} and no layer that has it: transformers gives rotary"
+            f" positions to none of its layers, and SGLang, by {configured!r} for its sliding_window_pattern, to all;"
+            ' write "sliding_window_pattern": "G" into its config.json where it was trained without them, and'
+            f' "sliding_window": null where with them ({_ALSO})'
+        )

@@ -1,0 +1,71 @@
+"""Models whose windows or rotary positions SGLang's own code reads otherwise than transformers are refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import Exaone4Config, Qwen3NextConfig
+
+from kvtuner.errors import UnsupportedModelError
+from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_positions
+
+W, F = "sliding_attention", "full_attention"
+WORD = {"layer_types": [W, F, W, F], "sliding_window_pattern": "LG"}
+
+
+def exaone(base: float = 1e6, **fields: Any) -> Exaone4Config:
+    rope = {"rope_type": "default", "rope_theta": base}
+    return Exaone4Config(
+        architectures=["Exaone4ForCausalLM"], num_hidden_layers=4, rope_parameters=rope, **{**WORD, **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        WORD,
+        {"layer_types": [W, W, W, F], "sliding_window_pattern": "LLLG"},
+        {"layer_types": [F] * 4, "sliding_window": None},
+        {"layer_types": [F] * 4, "sliding_window_pattern": "G"},
+    ],
+)
+def test_an_exaone_4_whose_word_makes_its_layers_is_served(fields: dict[str, Any]) -> None:
+    config = exaone(**fields)
+    refuse_other_positions(config, config)
+
+
+@pytest.mark.parametrize(("pattern", "shown"), [(2, "2"), ("LLG", "'LLG'"), (None, "None")])
+def test_a_pattern_that_is_not_the_word_of_the_layers_is_shown_as_it_is_configured(
+    pattern: int | str | None, shown: str
+) -> None:
+    config = exaone(sliding_window_pattern=pattern)
+    with pytest.raises(UnsupportedModelError, match=f"this model has {shown} in its place, and layers LGLG; write the"):
+        refuse_other_positions(config, config)
+
+
+@pytest.mark.parametrize("pattern", [None, 0])
+def test_full_layers_beside_a_window_that_none_has_are_rotated_by_sglang_alone(pattern: int | None) -> None:
+    config = exaone(layer_types=[F] * 4, sliding_window=24, sliding_window_pattern=pattern)
+    with pytest.raises(UnsupportedModelError, match=f"none of its layers, and SGLang, by {pattern} for its sliding_wi"):
+        refuse_other_positions(config, config)
+
+
+def test_a_rotary_base_that_sglang_does_not_read_is_refused_with_the_flag_that_tells_it() -> None:
+    config = exaone(5e5)
+    line = """which is 500000.0 by .*; add --json-model-override-args '{"rope_theta": 500000.0}' \\(SGLang reads"""
+    with pytest.raises(UnsupportedModelError, match=line):
+        refuse_other_positions(config, config)
+    config.rope_theta = 500000.0
+    refuse_other_positions(config, config)
+
+
+def test_a_base_is_compared_with_what_sglangs_own_configuration_holds() -> None:
+    """SGLang reads some models by a class of its own, which takes a default where a file has rope_parameters alone."""
+    config = Qwen3NextConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25})
+    served = SimpleNamespace(architectures=["Qwen3NextForCausalLM"], rope_theta=1e4)
+    with pytest.raises(UnsupportedModelError, match=r"takes 10000.0 for its rotary base, which is 10000000.0"):
+        refuse_other_positions(config, served)
+    served.rope_theta = 10_000_000
+    refuse_other_positions(config, served)
