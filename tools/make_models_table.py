@@ -40,6 +40,12 @@ NO_CHAIN: Final = {
 }
 
 
+_WAYS_OUT: Final = (
+    ";", ", which was tried", ", which is", ": a window", ": run", ", which reads", ": it is", ": is this", ": layers",
+)  # fmt: skip
+"""The marks behind which a refusal says more than its reason."""
+
+
 @cache
 def tested() -> dict[str, str]:
     """The name that tests have for a tiny checkpoint, by kind of model."""
@@ -108,7 +114,7 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
     if name in NO_CHAIN:
         return NO_CHAIN[name]
     if name in shrunk.REFUSED:
-        return f"refused: {shrunk.REFUSED[name]}"
+        return f"refused: {shrunk.REASONS_WITHOUT_SIZES.get(name, shrunk.REFUSED[name])}"
     if name in tests:
         return f"tested as `{tests[name]}`"
     try:
@@ -172,7 +178,7 @@ def _module(path: Path) -> ModuleType:
 def _short(text: str) -> str:
     """A refusal without the model's name and the way out, for a cell."""
     text = text.partition(" has ")[2] or text
-    for end in (";", ", which was tried", ": a window", ": run", ", which reads", ": it is", ": is this", ": layers"):
+    for end in _WAYS_OUT:
         text = text.partition(end)[0]
     return text.replace("|", "/")
 
