@@ -27,6 +27,7 @@ from kvtuner.calibration.forward.trace import (
     added_between,
     is_close,
     is_same,
+    largest_difference,
     refusing_model,
 )
 from kvtuner.calibration.images.decoder_with_images import run_decoder
@@ -198,8 +199,10 @@ class DecoderChain:
         else:
             assert isinstance(self.head, nn.Linear)
             logits = logits_of_tokens(self.head, final, tokens)
-        if not self._scales_logits:
-            return logits
+        return self._scaled(logits) if self._scales_logits else logits
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Logits as the decoder's configuration scales and caps them."""
         config = self.model.config.get_text_config(decoder=True)
         if (scale := getattr(config, "logit_scale", None)) is not None:
             logits = logits * scale
@@ -258,10 +261,20 @@ class DecoderChain:
                 raise UnsupportedModelError(f"{self.name}: running its layers one by one gives another result")
             with hooked(None):
                 whole = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        # Classes that read images may leave out the scale and the cap that their decoder's configuration has.
-        self._scales_logits = is_close(self.logits(trace.final).to(whole.dtype), whole)
-        if not self._scales_logits and not is_close(self.logits(trace.final).to(whole.dtype), whole):
+        self._scales_logits = self._is_scaled(trace.final, whole)
+        if not is_close(self.logits(trace.final).to(whole.dtype), whole):
             raise UnsupportedModelError(f"{self.name}: its logits are not the output embeddings of its hidden states")
+
+    def _is_scaled(self, final: Tensor, whole: Tensor) -> bool:
+        """Whether the model's logits are scaled and capped, as its decoder's configuration says.
+
+        Classes that read images may leave that out. What comes closer to the model's logits tells, and where rounding
+        alone may decide between the two the configuration does.
+        """
+        plain = self.head(final.to(self.logits_device)).to(torch.float32)
+        scaled = self._scaled(plain)
+        of_plain, of_scaled = (largest_difference(each.to(whole.dtype), whole) for each in (plain, scaled))
+        return not of_plain < of_scaled / 2
 
     def _watch(self, run: Callable[[], Trace]) -> tuple[Trace, list[Tensor], nn.Module | None]:
         """A trace, the layers' outputs in it, and the module that reads the last of them; None without one."""

@@ -12,7 +12,7 @@ import transformers
 from tiny.layered_models import LAYERED, MULTIMODAL
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from kvtuner.calibration.forward.attention_hook import hooked, register_hook
 from kvtuner.calibration.forward.chain import DecoderChain
@@ -222,6 +222,29 @@ class _Doubled(LlamaForCausalLM):
         output = super().forward(*args, **kwargs)
         output.logits = output.logits * 2
         return output
+
+
+class _Uncapped(transformers.Gemma2ForCausalLM):
+    """Gemma 2 without the cap of logits that its configuration has, as classes that read images leave it out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model(*args, **kwargs).last_hidden_state))
+
+
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 400.0), (torch.bfloat16, 20.0)])
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_a_cap_that_the_logits_of_the_probe_hardly_feel_is_there_where_the_model_has_it(
+    is_capped: bool, dtype: torch.dtype, cap: float, chain_over: Callable[..., DecoderChain]
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**{**STRANGERS["Gemma2"], "final_logit_softcapping": cap})
+    chain = chain_over((transformers.Gemma2ForCausalLM if is_capped else _Uncapped)(config).to(dtype).eval())
+    final = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        plain = chain.head(200 * final).float()
+        assert plain.abs().max() > cap
+        expected = cap * torch.tanh(plain / cap) if is_capped else plain
+        torch.testing.assert_close(chain.logits(200 * final), expected)
 
 
 def test_the_bent_decoders_differ_from_a_plain_chain_in_their_bend_alone(
