@@ -6,7 +6,8 @@
 Models are Llamas with random weights, of 8 layers, 128 channels in 4 heads of 32 with 2 KV heads, and 1,024 tokens in
 the vocabulary; searches have 8, 4 and 4 sequences of 128 tokens and 12 trials. One of these is varied at a time. Times
 are those of the process, by phase, without loading: what else runs on the machine changes them less than wall time.
-All cases are run in turn, `--repeats` times, and the fastest run of each is shown: other work only adds to it.
+All cases are run in turn, `--repeats` times, and the fastest run of each is shown: other work only adds to a run, and
+the fastest is clean only if nothing disturbed one of them.
 `--workers 1 2 4` instead times whole searches of one model by their processes, in wall time, which needs a machine
 without other work; ways alternate. Resumes where it stopped.
 """

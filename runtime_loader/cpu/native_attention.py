@@ -76,9 +76,10 @@ class _Attended:
 class NativeAttention:
     """`PackedAttention` by the library for one instruction set, on as many threads as torch has.
 
-    `rounding` is that of products in int16: a query is rounded to 1 / 65,534 of its largest channel, and the weights of
-    64 tokens to as much of the largest of them. Products in float32 round neither: by default queries in float32 have
-    these, and those in 16 bits, which are rounded to 1 / 2,048 or more of themselves, products in int16.
+    `rounding` is that of products in int16: a query is rounded to 1 / 65,534 of its largest channel, where keys are per
+    channel of the largest once it is multiplied by a group's scales, and the weights of 64 tokens to as much of the
+    largest of them. Products in float32 round neither: by default queries in float32 have these, and those in 16 bits,
+    which are rounded to 1 / 2,048 or more of themselves, products in int16.
     """
 
     name = BACKEND
