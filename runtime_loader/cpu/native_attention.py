@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 _LOWEST: Final = -3e38
 _FAILURES: Final = {
     1: "a token slot lies outside of the pool",
-    2: "the bounds of requests fall, or lie outside of their slots or queries",
+    2: "the bounds of requests fall, or lie outside of their slots or queries, or slots of keys per channel are no"
+    " whole groups of the pool",
     3: "there is no memory for the sums of attention",
 }
 

@@ -68,7 +68,7 @@ struct CopyJob {
 struct StoreJob {
     Side side;
     const void *states;                // [tokens, num_heads, head_dim] with strides in numbers; channels side by side
-    const int64_t *slots;              // [tokens]
+    const int64_t *slots;              // [tokens]; of token groups each in order, from a multiple of their size on
     const float *mu, *inverse_lambda;  // [num_heads, head_dim]; null where the transform has none
     int64_t num_tokens, token_stride, head_stride;
     int32_t numbers, hadamard_block, symmetric, fitted;  // a block of 1 is no Hadamard transform

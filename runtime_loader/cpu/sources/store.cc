@@ -123,6 +123,17 @@ void store_group(const StoreJob &job, int64_t first_token, const Pieces &pieces)
     }
 }
 
+// Whether tokens are whole groups, each in the slots of one group of the pool, from which its scales are read.
+bool has_whole_groups(const StoreJob &job) {
+    const int64_t G = job.side.token_group;
+    if (job.num_tokens % G) return false;
+    for (int64_t i = 0; i < job.num_tokens; i++) {
+        const int64_t place = i % G, first = job.slots[i - place];
+        if (first % G || job.slots[i] != first + place) return false;
+    }
+    return true;
+}
+
 struct Work {
     const StoreJob &job;
     uint8_t *memory;
@@ -152,7 +163,7 @@ void run(void *pointer) {
 extern "C" VISIBLE int kvtuner_store(const StoreJob *job, int threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
     for (int64_t i = 0; i < job->num_tokens; i++)
         if (job->slots[i] < 0 || job->slots[i] >= job->side.num_rows) return BAD_SLOT;
-    if (job->num_tokens % job->side.token_group) return BAD_SPAN;
+    if (job->side.token_group > 1 && !has_whole_groups(*job)) return BAD_SPAN;
     const int64_t at_once = job->side.token_group > 1 ? job->side.token_group : TOKENS_OF_A_THREAD;
     const int64_t most = (job->num_tokens + at_once - 1) / at_once;
     if (most == 0) return DONE;

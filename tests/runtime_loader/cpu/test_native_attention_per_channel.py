@@ -150,3 +150,24 @@ def test_groups_that_are_not_whole_are_refused(native: NativeAttention, poisoned
     with pytest.raises(CacheError, match="keys per channel are stored in groups of 16 tokens, not 17"):
         native.store_side(keys, torch.arange(17), torch.zeros(17, 1, 64))
     assert (keys.rows == 255).all()
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [*range(8, 24), *range(32, 48)],  # two halves of groups
+        [*range(16), *range(17, 33)],
+        [*range(16), *range(47, 31, -1)],
+        [*range(16), *[32] * 16],
+        [*range(15), 16, 15, *range(17, 32)],
+    ],
+    ids=["across", "unaligned", "reversed", "repeated", "exchanged"],
+)
+def test_slots_that_are_not_groups_of_the_pool_are_refused_before_any_is_written(
+    native: NativeAttention, slots: list[int], poisoned: MakePoisoned
+) -> None:
+    """A query reads the scales of a group from its aligned slots, wherever they were written."""
+    keys = poisoned(keys_format(1, 64, 4, 16), 48)
+    with pytest.raises(CacheError, match="slots of keys per channel are no whole groups of the pool"):
+        native.store_side(keys, torch.tensor(slots), torch.ones(32, 1, 64))
+    assert (keys.rows == 255).all()
