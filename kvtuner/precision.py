@@ -90,6 +90,11 @@ class PrecisionPair:
             raise PrecisionError(f"a precision is written K8V4, 8 or bf16, not {text!r}")
         return cls(int(match[1]), int(match[2]))
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether neither side has the 16 bits of the served dtype."""
+        return max(self.k_bits, self.v_bits) < NATIVE_BITS
+
     def __str__(self) -> str:
         return f"K{self.k_bits}V{self.v_bits}"
 

@@ -91,11 +91,11 @@ class MeasuredKL:
         self._options = options
         self._specs: dict[tuple[int, str], LayerSpec] = {}
         sizes = [len(batch.input_ids) for batch in simulator.batches]
+        self.num_batches = len(sizes)
         # The margin by the number of batches after which it is applied; with few batches the later one takes its place.
-        margins = {-(-len(sizes) // part): margin for part, margin in RACE}
+        margins = {self.part(part): margin for part, margin in RACE}
         margins.pop(len(sizes), None)  # after the last batch nothing is left to save
         self._margins = list(margins.items())
-        self.num_batches = len(sizes)
         self.num_sequences = 0
         """The number of sequences that all returned values together are means of."""
         self._journal = Journal(folder, JOURNAL, identity, itemgetter("configuration", "batch"))
@@ -147,12 +147,35 @@ class MeasuredKL:
                 return fmean(best_kls) * sum(kls) / best_so_far
         return self(configuration)
 
+    def part(self, parts: int) -> int:
+        """The number of batches in one of so many parts of them, rounded up."""
+        return -(-self.num_batches // parts)
+
+    def on_first(self, configuration: Sequence[LayerChoice], num_batches: int) -> float:
+        """The mean KL on the sequences of the first batches alone.
+
+        Raises:
+            NonFiniteActivationError: The KL is NaN or infinite.
+        """
+        return fmean(self._sequence_kls(configuration, num_batches))
+
+    def estimate(self, configuration: Sequence[LayerChoice], best: Sequence[LayerChoice], num_batches: int) -> float:
+        """The KL of `best` on all sequences, times the ratio of both on the first batches.
+
+        Where `best` loses nothing there is no ratio: then it is the KL on those batches.
+        """
+        kl, best_kl = (self.on_first(one, num_batches) for one in (configuration, best))
+        return self(best) * kl / best_kl if best_kl > 0 else kl
+
     def measure_all(
-        self, configurations: Sequence[Sequence[LayerChoice]], on_done: Callable[[object], object] | None = None
+        self,
+        configurations: Sequence[Sequence[LayerChoice]],
+        num_batches: int,
+        on_done: Callable[[object], object] | None = None,
     ) -> None:
-        """Measure several configurations on all sequences, which workers share; `on_done` is called for each batch."""
+        """Measure several configurations on the first batches, which workers share; `on_done` is called for each."""
         keys = dict.fromkeys(map(configuration_key, configurations))
-        self._queue.finish([(key, place) for key in keys for place in range(self.num_batches)], on_done=on_done)
+        self._queue.finish([(key, place) for key in keys for place in range(num_batches)], on_done=on_done)
 
     def help(self) -> bool:
         """Measure something of what another worker has asked for; False where nothing is left to take."""

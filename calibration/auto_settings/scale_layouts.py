@@ -5,9 +5,8 @@ Knows nothing of budgets, nor of which sides are to be measured.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import median_high
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.auto_settings.whole_model_kl import (
@@ -47,7 +46,7 @@ def equal_layouts(head_dim: int) -> tuple[ScaleLayout, ScaleLayout] | None:
 
 @dataclass(frozen=True, slots=True)
 class LayoutComparison:
-    """The two layouts of one side, with the KL of the model at each width below 8, nats per token.
+    """The two layouts of one side, with the KL of the model at one width, nats per token.
 
     A KL is the geometric mean over sequences, of which few have most of the arithmetic mean; infinite where one is.
     """
@@ -55,14 +54,14 @@ class LayoutComparison:
     side: Side
     wide: ScaleLayout
     short: ScaleLayout
-    wide_kl: Mapping[int, float]
-    short_kl: Mapping[int, float]
+    bits: int
+    wide_kl: float
+    short_kl: float
 
     @property
     def ratio(self) -> float:
-        """The KL of short words over that of wide ones, geometric mean over widths; NaN if both are infinite."""
-        logs = (math.log(self.short_kl[bits]) - math.log(kl) for bits, kl in self.wide_kl.items())
-        return math.exp(fmean(logs))
+        """The KL of short words over that of wide ones; NaN if both are infinite."""
+        return self.short_kl / self.wide_kl
 
     @property
     def chosen(self) -> ScaleLayout:
@@ -71,10 +70,9 @@ class LayoutComparison:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The KL of both by width, and their ratio, as JSON values; None where one is not finite."""
-        both = {"wide_kl": self.wide_kl, "short_kl": self.short_kl}
-        by_width = {name: {bits: finite_or_none(kl) for bits, kl in kls.items()} for name, kls in both.items()}
-        return {**by_width, "ratio": finite_or_none(self.ratio)}
+        """The width, the KL of both and their ratio, as JSON values; None where one is not finite."""
+        kls = {"wide_kl": self.wide_kl, "short_kl": self.short_kl, "ratio": self.ratio}
+        return {"bits": self.bits, **{name: finite_or_none(kl) for name, kl in kls.items()}}
 
     def apply(self, options: QuantizationOptions) -> QuantizationOptions:
         """The options with this side's choice; as they are where it is the wide words, their default."""
@@ -84,6 +82,14 @@ class LayoutComparison:
 def with_layout(options: QuantizationOptions, side: Side, layout: ScaleLayout) -> QuantizationOptions:
     """The options with the layout of one side."""
     return replace(options, k_layout=layout) if side == "k" else replace(options, v_layout=layout)
+
+
+def compared_width(widths: Iterable[int]) -> int:
+    """The width at which layouts are compared: the middle one of those below 8, whose words differ.
+
+    The ratio of two layouts hardly depends on it, and every other width would take as many forward passes again.
+    """
+    return median_high(bits for bits in widths if bits < WIDEST_PACKED_BITS)
 
 
 def undecided_facts(sides: Iterable[Side]) -> tuple[str, ...]:
@@ -106,25 +112,25 @@ def compare_layouts(
     refuse_other_run(folder, identity, undecided_facts(layouts))
     quant, model = bench.options.quant, WholeModelKL(bench, folder)
     journal = Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of)
-    widths = [bits for bits in quant.widths if bits < WIDEST_PACKED_BITS]
+    bits = compared_width(quant.widths)
 
     def measure(keys: Sequence[_Key]) -> None:
         for key in keys:
-            side, group_size, word_bits, bits = key
-            layout = ScaleLayout(group_size, word_bits)
-            kl = model.measure(with_layout(quant, side, layout), bits, (side,))
-            journal.append({**dict(zip(_FACTS, key, strict=True)), "kl": kl})
+            side, group_size, word_bits, _ = key
+            options = with_layout(quant, side, ScaleLayout(group_size, word_bits))
+            journal.append({**dict(zip(_FACTS, key, strict=True)), "kl": model.measure(options, bits, (side,))})
 
-    def key(side: Side, layout: ScaleLayout, bits: int) -> _Key:
+    def key(side: Side, layout: ScaleLayout) -> _Key:
         return side, layout.group_size, layout.word_bits, bits
 
-    def by_width(side: Side, layout: ScaleLayout) -> dict[int, float]:
-        return {bits: mean_over_sequences(journal.record(key(side, layout, bits))["kl"]) for bits in widths}
+    def kl(side: Side, layout: ScaleLayout) -> float:
+        return mean_over_sequences(journal.record(key(side, layout))["kl"])
 
-    keys = [key(side, layout, bits) for side, pair in layouts.items() for layout in pair for bits in widths]
-    share_keys(folder, journal, JOURNAL, keys, measure)
+    share_keys(
+        folder, journal, JOURNAL, [key(side, layout) for side, pair in layouts.items() for layout in pair], measure
+    )
     return tuple(
-        LayoutComparison(side, *pair, *(by_width(side, layout) for layout in pair)) for side, pair in layouts.items()
+        LayoutComparison(side, *pair, bits, *(kl(side, layout) for layout in pair)) for side, pair in layouts.items()
     )
 
 

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 JOURNAL = "validation.jsonl"
 OFFSETS: tuple[Offsets, Offsets] = ("small", "large")
 UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4V4", "K3V3", "K4V2", "K2V2"))
-"""The uniform pairs that a winner is compared with, as far as their widths are measured."""
+"""The uniform pairs that tables of sizes show, as far as their widths are measured."""
+COMPARED_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K4V4"))
+"""The uniform pairs without transforms that every winner is compared with, besides the best uniform in its budget."""
 
 
 @dataclass(frozen=True, slots=True)

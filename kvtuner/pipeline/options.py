@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SCORES: Final = ("kl", "fisher", "e_o")
 SAMPLERS: Final = ("nsga2", "tpe", "random", "none")
 DEFAULT_SAMPLER: Final = "nsga2"
-DEFAULT_TRIALS: Final = 100
+DEFAULT_TRIALS: Final = 50
 """The refinement's size where none is given; `SearchOptions` keeps None, since hand-written layers refuse both."""
 DEFAULT_RESIDUAL_LENGTH: Final = 32
 _SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "time_limit", "storage")

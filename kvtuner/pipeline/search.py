@@ -187,7 +187,7 @@ def _search_targets(
         simulator = run.bench.simulator("select", reuse=True)
         objective = MeasuredKL(simulator, run.table, run.bench.options.quant, run.folder, identity)
         budget_search = BudgetSearch(run, objective, limit=limit)
-        uniform_kl = budget_search.uniform_table()
+        uniform_kl = budget_search.uniform_table(targets)
     family = budget_search.family(targets) if run.options.nested else [None] * len(targets)
     validator = Validator(run.bench, run.folder, identity)
     results = list[SearchResult]()

@@ -4,70 +4,22 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+from simulated.simulated_kl import Simulated, configuration, objective
 
-from kvtuner.calibration.kl import TokenScores
-from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
-from kvtuner.search_spaces.space import LayerChoice
-from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL, configuration_key
+from kvtuner.tuner.objective import JOURNAL, RACE, configuration_key
 from kvtuner.workers.work_claims import Claims
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from kvtuner.search_spaces.space import Configuration
-
-
-def configuration(bits: int) -> Configuration:
-    return (LayerChoice(PrecisionPair(bits, 16), "none", "none", 64, 0.0),)
-
 
 WINNER, LOSER = configuration(16), configuration(8)
-
-
-class Simulated:
-    """Gives every configuration its KLs by sequence, and counts the sequences run; batches hold one or more."""
-
-    def __init__(self, kls: Mapping[int, Sequence[float]], batch_size: int = 1) -> None:
-        self.kls, self.run, self.calls, self.stages = kls, 0, 0, list[int]()
-        size = len(next(iter(kls.values())))
-        rows = [range(first, min(first + batch_size, size)) for first in range(0, size, batch_size)]
-        self.batches = [SimpleNamespace(input_ids=part) for part in rows]
-        self.prepared_batches, self.num_at_once = range(len(rows)), 1
-
-    def measure(self, specs: Mapping[int, Any], *, places: Sequence[int]) -> Any:
-        bits = 16 if specs[0].k is None else specs[0].k.bits
-        rows = [index for place in places for index in self.batches[place].input_ids]
-        assert rows
-        self.calls += 1
-        self.stages.append(len(rows))
-        self.run += len(rows)
-        kl = torch.tensor([self.kls[bits][row] for row in rows], dtype=torch.float64)
-        return TokenScores.of_kl(kl.unsqueeze(1).expand(-1, 3))
-
-    def broken_layer(self, specs: Mapping[int, Any], *, places: Sequence[int]) -> int | None:
-        return next(iter(specs)) if len(places) == 1 else None
-
-
-class Table:
-    geometry = SimpleNamespace(ids=tuple(range(len(WINNER))), is_latent=False)
-
-    @staticmethod
-    def constants_of(*_: object) -> object:
-        return SimpleNamespace(kind="none")
-
-
-def objective(simulator: Simulated, folder: RunFolder, identity: str = "mine") -> MeasuredKL:
-    folder.create()
-    return MeasuredKL(cast("Any", simulator), cast("Any", Table), QuantizationOptions(), folder, identity)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 7])

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
-from kvtuner.evaluation.validation import OFFSETS, SequenceSums, Validator, kl_difference, pooled, uniform_pairs
+from kvtuner.evaluation.validation import (
+    COMPARED_PAIRS,
+    OFFSETS,
+    SequenceSums,
+    Validator,
+    kl_difference,
+    pooled,
+)
 from kvtuner.pipeline.progress import say
-from kvtuner.precision import NATIVE_BITS
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.search_data import ALL_OFFSETS, OffsetQuality, QualityRow
 from kvtuner.tuner.objective import configuration_key, layer_specs
+from kvtuner.tuner.uniform_table import largest_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,22 +143,21 @@ def _best_pair(run: SearchRun, outcome: SearchOutcome) -> PrecisionPair | None:
     schemes = {
         pair: scheme_of(run, str(pair), run.uniform(pair, transforms=True), transforms=True)
         for pair in outcome.uniform_kl
-        if max(pair.k_bits, pair.v_bits) < NATIVE_BITS
+        if pair.is_packed
     }
-    inside = [pair for pair, scheme in schemes.items() if outcome.fits(scheme)]
-    return min(inside, key=lambda pair: (outcome.uniform_kl[pair], str(pair)), default=None)
+    largest = largest_pairs([pair for pair, scheme in schemes.items() if outcome.fits(scheme)])
+    return min(largest, key=lambda pair: (outcome.uniform_kl[pair], str(pair)), default=None)
 
 
 def _baselines(run: SearchRun, best: PrecisionPair | None) -> list[CacheScheme]:
-    """The unquantized model, uniforms without transforms and with the best, the best pair among them, and fp8."""
+    """The unquantized model, the best uniform pair with and without transforms, the usual pairs without, and fp8."""
     schemes: list[CacheScheme] = [UnquantizedScheme.of(run.shape.geometry)]
-    pairs = dict.fromkeys([*uniform_pairs(run.table.widths, run.table.geometry), *([] if best is None else [best])])
-    for transforms in (False, True):
-        for pair in pairs:
-            configuration = run.uniform(pair, transforms=transforms)
-            if transforms and all(c.k_transform == c.v_transform == "none" for c in configuration):
-                continue
-            schemes.append(scheme_of(run, str(pair), configuration, transforms=transforms))
+    for pair in dict.fromkeys([*COMPARED_PAIRS, *([] if best is None else [best])]):
+        schemes.append(scheme_of(run, str(pair), run.uniform(pair, transforms=False), transforms=False))
+    if best is not None:
+        configuration = run.uniform(best, transforms=True)
+        if any((c.k_transform, c.v_transform) != ("none", "none") for c in configuration):
+            schemes.append(scheme_of(run, str(best), configuration, transforms=True))
     return [*schemes, Fp8Scheme.of(run.shape.geometry)]
 
 

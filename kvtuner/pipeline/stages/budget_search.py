@@ -17,6 +17,7 @@ from kvtuner.search_spaces.space import (
     all_pairs,
     build_space,
     configuration_from_pairs,
+    pairs_of,
     predicted_score,
 )
 from kvtuner.tuner.exact_solver import Front, nested, solve, solve_front
@@ -24,6 +25,7 @@ from kvtuner.tuner.refinement_gain import RefinementGain
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url
+from kvtuner.tuner.uniform_table import FIRST_PART, measure_uniforms
 from kvtuner.tuner.warm_starts import warm_starts
 from kvtuner.workers.work_queue import share_keys
 
@@ -48,9 +50,10 @@ REFINEMENTS: Final = "refinements.jsonl"
 class SearchOutcome:
     """The outcome of a search for one target: the configuration that won; `fits` says if a scheme keeps the budget.
 
-    Every KL is that of the select split, nats per token; a uniform without transforms is not measured there. There is
-    no exact solution where nothing was searched. Fronts are by pipeline stage; `uniform_name` is the pair of the
-    uniform that replaced the winner, if one did. `gain` is that of refinement over the exact solution.
+    Every KL is that of the select split, nats per token, and of most uniforms an estimate; a uniform without transforms
+    is not measured there. There is no exact solution where nothing was searched. Fronts are by pipeline stage;
+    `uniform_name` is the pair of the uniform that replaced the winner, if one did. `gain` is that of refinement over
+    the exact solution.
     """
 
     asked: str
@@ -88,17 +91,24 @@ class BudgetSearch:
         """Every uniform pair with the best transforms."""
         return {pair: self.run.uniform(pair, transforms=True) for pair in all_pairs(self.run.table)}
 
-    def uniform_table(self) -> dict[PrecisionPair, float]:
-        """Measured KL of every uniform pair, nats per token; without those whose KL is not finite, which it says."""
-        measured, uniforms = {}, self.uniforms()
-        with ProgressBar(desc="uniform K x V", total=self.objective.num_batches * len(uniforms)) as bar:
-            self.objective.measure_all(list(uniforms.values()), lambda _: bar.update())
-        for pair, configuration in uniforms.items():
-            try:
-                measured[pair] = self.objective(configuration)
-            except NonFiniteActivationError as error:
-                self.run.leave_out(f"uniform {pair}", str(error))
-        return measured
+    def uniform_table(self, targets: Sequence[SearchTarget]) -> dict[PrecisionPair, float]:
+        """KL of every uniform pair, nats per token: of the largest ones inside each budget, of others an estimate.
+
+        Pairs whose KL is not finite are left out, which it says.
+        """
+        uniforms = self.uniforms()
+        inside = [
+            [pair for pair, uniform in uniforms.items() if pair.is_packed and target.is_met(pairs_of(uniform))]
+            for target in targets
+        ]
+        with ProgressBar(desc="uniform K x V", total=self.objective.part(FIRST_PART) * len(uniforms)) as bar:
+            return measure_uniforms(
+                self.objective,
+                uniforms,
+                inside,
+                on_batch=lambda _: bar.update(),
+                on_failure=lambda pair, reason: self.run.leave_out(f"uniform {pair}", reason),
+            )
 
     def space(self, constraint: Constraint) -> SearchSpace:
         """The space of choices under a budget."""

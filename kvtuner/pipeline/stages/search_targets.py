@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.evaluation.cache_scheme import RankLayout
     from kvtuner.pipeline.options import SearchOptions
     from kvtuner.precision import PrecisionPair
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 class SearchTarget:
     """One profile to make: of a budget, which has a constraint, or of a hand-written configuration, which has pairs.
 
+    Pairs come with the ranks that will serve them.
     `asked` is the budget, or the configuration with equal neighbours as one range. The suffix ends its files' names; it
     is empty where there is one target. The identity decides the profile besides the measurements, plain JSON values.
     """
@@ -37,6 +39,14 @@ class SearchTarget:
     identity: Mapping[str, Any]
     constraint: Constraint | None = None
     pairs: tuple[PrecisionPair, ...] | None = None
+    ranks: RankLayout | None = None
+
+    def is_met(self, pairs: Sequence[PrecisionPair]) -> bool:
+        """Whether pairs keep the budget, or take no more bytes of a rank than the hand-written configuration."""
+        if self.constraint is not None:
+            return self.constraint.is_met(pairs)
+        assert self.pairs is not None and self.ranks is not None
+        return self.ranks.bytes_per_token(pairs) <= self.ranks.bytes_per_token(self.pairs)
 
     @property
     def profile_file(self) -> str:
@@ -116,13 +126,13 @@ def _hand_written(options: SearchOptions, layers: str, shape: ModelShape, quant:
     asked = write_ranges(pairs, ids=shape.geometry.ids)
     if len(asked) > MAX_TEXT:  # the limit of a profile's field; the layers themselves stand beside it
         asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
-    serving_ranks(quant, shape, tp_size=options.tp_size, pp_size=options.pp_size)
     return SearchTarget(
         asked=asked,
         name="layers-" + sha256_of(asked)[7:15],
         suffix="",
         identity=_identity(options, asked),
         pairs=pairs,
+        ranks=serving_ranks(quant, shape, tp_size=options.tp_size, pp_size=options.pp_size),
     )
 
 

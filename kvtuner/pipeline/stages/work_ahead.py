@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.calibration.auto_settings.window_lengths import lengths_for
 from kvtuner.calibration.forward.streamed_layers import SEQUENCES_AT_ONCE
 from kvtuner.calibration.isolated_kl import MEASURED_TRANSFORMS, isolated_sequences
-from kvtuner.evaluation.validation import uniform_pairs
+from kvtuner.evaluation.validation import COMPARED_PAIRS
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.scale_words import competing_layouts
+from kvtuner.precision import NATIVE_BITS, PrecisionPair
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.tuner.objective import RACE
+from kvtuner.tuner.uniform_table import FIRST_PART, largest_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +42,7 @@ def forward_tokens_ahead(
     source = corpus_source(options.data, options.model, shape, seed=measurement.seed)
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
-    widths = quant.widths
-    sides = shape.geometry.sides
     isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
-    schemes = _validated_schemes(shape, quant)
     # Beside them the exact model runs once for its statistics and once for its predictions.
     layouts, lengths = _compared_settings(measurement, shape, quant, source.sequence_length)
     ahead = {
@@ -57,11 +56,14 @@ def forward_tokens_ahead(
     }
     if isinstance(options, SearchOptions):
         trials = _trials_of(options, targets)
-        # The widths of keys, 16 bits among them, by those of values; a latent has one.
-        ahead["uniform table"] = select * (len(widths) + 1) ** len(sides)
+        uniforms, on_all = _uniform_pairs(shape, quant, targets)
+        # All pairs run on a part of the sequences, and the largest of the budgets on the others too.
+        num_batches = -(-source.num_sequences[1] // measurement.batch_size)
+        first = min(select, -(-num_batches // FIRST_PART) * measurement.batch_size * source.sequence_length)
+        ahead["uniform table"] = uniforms * first + on_all * (select - first)
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
         # Every scheme at small and at large position offsets.
-        ahead["validation"] = 2 * report * (schemes + len(targets))
+        ahead["validation"] = 2 * report * _validated_schemes(targets)
     return ahead
 
 
@@ -74,7 +76,6 @@ def weight_reads_ahead(
     """
     source = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
     calibrate, select, report = (-(-count // SEQUENCES_AT_ONCE) for count in source.num_sequences)
-    sides, widths = shape.geometry.sides, quant.widths
     isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
     together = -(-isolated * shape.geometry.num_layers * sequences // SEQUENCES_AT_ONCE)
     layouts, lengths = _compared_settings(options.measurement, shape, quant, source.sequence_length)
@@ -87,18 +88,18 @@ def weight_reads_ahead(
     }
     if isinstance(options, SearchOptions):
         trials = _trials_of(options, targets)
-        ahead["uniform table"] = select * (1 + (len(widths) + 1) ** len(sides))
         of_trial = max(select, min(source.num_sequences[1], 1 + len(RACE)))
+        ahead["uniform table"] = select * (1 + sum(_uniform_pairs(shape, quant, targets)))
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select + trials * of_trial
-        ahead["validation"] = 2 * report * (_validated_schemes(shape, quant) + len(targets) + 1)
+        ahead["validation"] = 2 * report * (_validated_schemes(targets) + 1)
     return ahead
 
 
 def _compared_settings(
     measurement: MeasurementOptions, shape: ModelShape, quant: QuantizationOptions, sequence_length: int
 ) -> tuple[int, Sequence[int]]:
-    """The runs that compare scale layouts, two at each width below 8 for a side, and the lengths of windows."""
-    layouts = 2 * (len(quant.widths) - 1) * len(competing_layouts(measurement, shape))
+    """The runs that compare scale layouts, two for a side, and the lengths of windows."""
+    layouts = 2 * len(competing_layouts(measurement, shape))
     return layouts, lengths_for(sequence_length) if measurement.residual_length == "auto" else ()
 
 
@@ -114,9 +115,21 @@ def _isolated_runs(num_sequences: int, shape: ModelShape, quant: QuantizationOpt
     return candidates, isolated_sequences(shape.geometry.num_layers, num_sequences)
 
 
-def _validated_schemes(shape: ModelShape, quant: QuantizationOptions) -> int:
-    """The schemes that are validated beside profiles."""
-    return 2 * len(uniform_pairs(quant.widths, shape.geometry)) + 2
+def _uniform_pairs(shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]) -> tuple[int, int]:
+    """The numbers of uniform pairs, and of those that are measured on all sequences.
+
+    There is one for each width of keys, 16 bits among them, and each of values; a latent has one side.
+    """
+    widths = [*quant.widths, NATIVE_BITS]
+    pairs = [PrecisionPair(k, v) for k in widths for v in (widths if "v" in shape.geometry.sides else [k])]
+    packed, num_layers = [pair for pair in pairs if pair.is_packed], shape.geometry.num_layers
+    inside = ([pair for pair in packed if target.is_met([pair] * num_layers)] for target in targets)
+    return len(pairs), len({pair for some in inside for pair in largest_pairs(some)})
+
+
+def _validated_schemes(targets: Sequence[SearchTarget]) -> int:
+    """The schemes that are validated, at most: profiles, their best uniforms in both ways, and what all share."""
+    return 3 * len(targets) + len(COMPARED_PAIRS) + 2
 
 
 def phases_ahead(

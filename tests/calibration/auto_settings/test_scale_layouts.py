@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvtuner.calibration.auto_settings.scale_layouts import JOURNAL, LayoutComparison, compare_layouts, equal_layouts
+from kvtuner.calibration.auto_settings.scale_layouts import (
+    JOURNAL,
+    LayoutComparison,
+    compare_layouts,
+    compared_width,
+    equal_layouts,
+)
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.calibration.quantization_options import QuantizationOptions
@@ -92,23 +98,24 @@ def test_rows_of_both_layouts_take_equal_bytes_below_8_bits_and_are_longer_at_8(
             assert 0 <= sizes[1] - sizes[0] <= 4 * heads + 16
 
 
-def test_the_geometric_mean_over_widths_decides_and_equal_layouts_stay_wide() -> None:
-    def chosen(wide: dict[int, float], short: dict[int, float]) -> int:
-        return LayoutComparison("v", WIDE, SHORT, wide, short).chosen.word_bits
+def test_short_words_must_lower_kl_by_a_tenth() -> None:
+    def chosen(wide_kl: float, short_kl: float) -> int:
+        return LayoutComparison("v", WIDE, SHORT, 3, wide_kl, short_kl).chosen.word_bits
 
-    better, worse = {2: 0.1, 3: 0.02, 4: 0.001}, {2: 0.09, 3: 0.02, 4: 0.002}
-    assert (chosen(better, worse), chosen(worse, better), chosen(worse, worse)) == (32, 16, 32)
-    assert chosen({2: 1.0, 4: 0.01}, {2: 3.0, 4: 0.002}) == 16  # as much as the arithmetic mean says otherwise
-    assert chosen({2: math.inf, 4: 1.0}, {2: 1.0, 4: 1.0}) == 16
-    assert chosen({2: 1.0, 4: 1.0}, {2: math.inf, 4: 1e-9}) == 32
-    assert chosen({2: math.inf}, {2: math.inf}) == 32
+    assert (chosen(0.02, 0.02), chosen(0.02, 0.0181), chosen(0.02, 0.0179), chosen(0.02, 0.03)) == (32, 32, 16, 32)
+    assert (chosen(math.inf, 1.0), chosen(1.0, math.inf), chosen(math.inf, math.inf)) == (16, 32, 32)
+
+
+@pytest.mark.parametrize(("widths", "bits"), [((2, 3, 4, 8), 3), ((2, 4, 8), 4), ((4, 8), 4), ((3, 8), 3)])
+def test_layouts_are_compared_at_the_middle_width_below_8(widths: tuple[int, ...], bits: int) -> None:
+    assert compared_width(widths) == bits
 
 
 def test_a_chosen_layout_becomes_the_options_of_its_side_alone() -> None:
-    short = LayoutComparison("v", WIDE, SHORT, {2: 1.0}, {2: 0.5})
+    short = LayoutComparison("v", WIDE, SHORT, 3, 1.0, 0.5)
     assert short.apply(FITTED) == replace(FITTED, v_layout=ScaleLayout(16, 16))
     assert replace(short, side="k").apply(FITTED) == replace(FITTED, k_layout=ScaleLayout(16, 16))
-    assert replace(short, short_kl={2: 2.0}).apply(FITTED) == FITTED
+    assert replace(short, short_kl=2.0).apply(FITTED) == FITTED
 
 
 @pytest.mark.parametrize("three_bits", [False, True])
@@ -120,22 +127,22 @@ def test_each_kl_is_of_the_whole_model_with_one_side_in_one_layout(
     constants = measure_constants(bench.chain, bench.batches("calibrate"))
     simulator = bench.simulator("calibrate")
     for comparison in found:
-        assert list(comparison.wide_kl) == list(comparison.short_kl) == [2, 3, 4][:: 1 if three_bits else 2]
-        for bits in comparison.wide_kl:
-            for kl, group, words in ((comparison.wide_kl[bits], 32, 32), (comparison.short_kl[bits], 16, 16)):
-                specs = {}
-                for layer, constant in constants.items():
-                    if comparison.side == "k":
-                        kind = TransformKind.parse("centered+balanced+hadamard")
-                        transform = Transform(kind, constant.mu, constant.lam_centered)
-                        keys = QuantSpec(bits, transform, group, False, "least_squares", word_bits=words)  # type: ignore[arg-type]  # 32 or 16
-                        specs[layer] = LayerSpec(keys, None, ExactWindow(4, 1))
-                    else:
-                        transform = Transform(TransformKind.parse("hadamard"))
-                        values = QuantSpec(bits, transform, group, False, "least_squares", word_bits=words)  # type: ignore[arg-type]  # 32 or 16
-                        specs[layer] = LayerSpec(None, values, ExactWindow(4, 1))
-                by_sequence = simulator.measure(specs).kl.mean(dim=1)
-                assert kl == pytest.approx(float(by_sequence.log().mean().exp()), rel=1e-9)
+        bits = 3 if three_bits else 4
+        assert comparison.bits == bits
+        for kl, group, words in ((comparison.wide_kl, 32, 32), (comparison.short_kl, 16, 16)):
+            specs = {}
+            for layer, constant in constants.items():
+                if comparison.side == "k":
+                    kind = TransformKind.parse("centered+balanced+hadamard")
+                    transform = Transform(kind, constant.mu, constant.lam_centered)
+                    keys = QuantSpec(bits, transform, group, False, "least_squares", word_bits=words)  # type: ignore[arg-type]  # 32 or 16
+                    specs[layer] = LayerSpec(keys, None, ExactWindow(4, 1))
+                else:
+                    transform = Transform(TransformKind.parse("hadamard"))
+                    values = QuantSpec(bits, transform, group, False, "least_squares", word_bits=words)  # type: ignore[arg-type]  # 32 or 16
+                    specs[layer] = LayerSpec(None, values, ExactWindow(4, 1))
+            by_sequence = simulator.measure(specs).kl.mean(dim=1)
+            assert kl == pytest.approx(float(by_sequence.log().mean().exp()), rel=1e-9)
 
 
 @pytest.mark.parametrize("fit", ["minmax", "least_squares"])
@@ -161,8 +168,8 @@ def test_what_a_folder_holds_is_not_measured_again_and_gives_the_same(
     assert compare_layouts(again, LAYOUTS, folder) == first
     assert again.chain.count.layer_tokens == 0
     lines = (tmp_path / JOURNAL).read_text().splitlines(keepends=True)
-    assert len(lines) == 8
-    (tmp_path / JOURNAL).write_text("".join(lines[:5]) + lines[5][:40])
+    assert len(lines) == 4
+    (tmp_path / JOURNAL).write_text("".join(lines[:2]) + lines[2][:40])
     assert compare_layouts(bench_of(), LAYOUTS, folder) == first
     other = bench_of(quant=replace(FITTED, symmetric=True))
     assert compare_layouts(other, LAYOUTS, folder) != first and other.chain.count.layer_tokens > 0

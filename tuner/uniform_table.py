@@ -1,0 +1,82 @@
+"""KL of every uniform pair of widths, for a quarter of what measuring all of them takes.
+
+Knows no models and no budgets: which pairs keep a budget is given.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.errors import NonFiniteActivationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from kvtuner.precision import PrecisionPair
+    from kvtuner.search_spaces.space import Configuration
+    from kvtuner.tuner.objective import MeasuredKL
+
+FIRST_PART: Final = 4
+"""All pairs are measured on one of so many parts of the sequences."""
+
+
+def largest_pairs(pairs: Collection[PrecisionPair]) -> list[PrecisionPair]:
+    """The pairs to which no other one gives more bits: of those inside a budget, the ones that may be the best."""
+    return [
+        pair
+        for pair in pairs
+        if not any(pair != other and pair.k_bits <= other.k_bits and pair.v_bits <= other.v_bits for other in pairs)
+    ]
+
+
+def measure_uniforms(
+    objective: MeasuredKL,
+    uniforms: Mapping[PrecisionPair, Configuration],
+    inside: Sequence[Collection[PrecisionPair]],
+    *,
+    on_batch: Callable[[object], object] | None = None,
+    on_failure: Callable[[PrecisionPair, str], object] | None = None,
+) -> dict[PrecisionPair, float]:
+    """The KL of uniform pairs on all sequences, nats per token; of most of them an estimate.
+
+    All pairs are measured on the first quarter of the sequences, and the largest of each budget on all of them. The
+    others are estimated by the ratio to the best of those on the first quarter, where a few sequences may have most of
+    the KL: so estimates show how KL grows, and decide nothing.
+
+    Args:
+        objective: measures configurations, or looks them up.
+        uniforms: the configuration of each pair.
+        inside: the pairs that keep a budget, for each budget.
+        on_batch: called for every measurement of the first quarter.
+        on_failure: called with a pair whose KL is not finite, and the reason; that one has no value.
+    """
+
+    def finite(
+        pairs: Collection[PrecisionPair], measure: Callable[[Configuration], float]
+    ) -> dict[PrecisionPair, float]:
+        found = {}
+        for pair in pairs:
+            try:
+                found[pair] = measure(uniforms[pair])
+            except NonFiniteActivationError as error:
+                if on_failure is not None:
+                    on_failure(pair, str(error))
+        return found
+
+    num_batches = objective.part(FIRST_PART)
+    objective.measure_all(list(uniforms.values()), num_batches, on_batch)
+    first = finite(uniforms, partial(objective.on_first, num_batches=num_batches))
+    largest = dict.fromkeys(
+        pair for pairs in inside for pair in largest_pairs([pair for pair in pairs if pair in first])
+    )
+    objective.measure_all([uniforms[pair] for pair in largest], objective.num_batches)
+    measured = finite(largest, objective)
+    if not measured:
+        return {pair: kl for pair, kl in first.items() if pair not in largest}
+    best = uniforms[min(measured, key=measured.__getitem__)]
+    return {
+        pair: measured[pair] if pair in measured else objective.estimate(uniforms[pair], best, num_batches)
+        for pair in first
+        if pair in measured or pair not in largest
+    }
