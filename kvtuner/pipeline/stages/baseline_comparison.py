@@ -138,15 +138,20 @@ class BaselineComparison:
         )
 
 
-def _best_pair(run: SearchRun, outcome: SearchOutcome) -> PrecisionPair | None:
-    """The uniform inside the budget that has the least KL with transforms on the select split."""
+def largest_uniforms(run: SearchRun, outcome: SearchOutcome) -> list[PrecisionPair]:
+    """The uniform pairs that may be the best inside the budget, whose KL with transforms was measured whole."""
     schemes = {
         pair: scheme_of(run, str(pair), run.uniform(pair, transforms=True), transforms=True)
         for pair in outcome.uniform_kl
         if pair.is_packed
     }
-    largest = largest_pairs([pair for pair, scheme in schemes.items() if outcome.fits(scheme)])
-    return min(largest, key=lambda pair: (outcome.uniform_kl[pair], str(pair)), default=None)
+    return largest_pairs([pair for pair, scheme in schemes.items() if outcome.fits(scheme)])
+
+
+def _best_pair(run: SearchRun, outcome: SearchOutcome) -> PrecisionPair | None:
+    """The uniform inside the budget that has the least KL with transforms on the select split."""
+    uniforms = largest_uniforms(run, outcome)
+    return min(uniforms, key=lambda pair: (outcome.uniform_kl[pair], str(pair)), default=None)
 
 
 def _baselines(run: SearchRun, best: PrecisionPair | None) -> list[CacheScheme]:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
-from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, of_whole_model
 from kvtuner.exported_configs.profile.records import (
     BaselineRecord,
@@ -25,6 +24,7 @@ from kvtuner.exported_configs.profile.records import (
 )
 from kvtuner.exported_configs.verdict import TRANSFORMED, verdict_of
 from kvtuner.pipeline.placed_constants import place_as_asked
+from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison, largest_uniforms
 from kvtuner.pipeline.stages.scale_words import layouts_text
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits
 from kvtuner.report.search_data import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.search_spaces.space import Configuration
@@ -224,14 +223,14 @@ def _measured_points(run: SearchRun, outcome: SearchOutcome) -> tuple[MeasuredPo
 
 
 def _additivity(run: SearchRun, outcome: SearchOutcome) -> tuple[AdditivityRow, ...]:
-    """Predicted beside measured: the winner, the exact solution and uniforms; only where scores are nats."""
+    """Predicted beside measured, where scores are nats: the winner, the exact solution, uniforms that were measured."""
     if run.options.measurement.score == "e_o":
         return ()
     checks = [] if outcome.measured_kl is None else [("winner", outcome.configuration, outcome.measured_kl)]
     if outcome.exact is not None and outcome.exact_kl is not None:
         checks.append(("exact", outcome.exact, outcome.exact_kl))
-    uniforms = [pair for pair in uniform_pairs(run.table.widths, run.table.geometry) if pair in outcome.uniform_kl]
-    checks += [(str(pair), run.uniform(pair, transforms=True), outcome.uniform_kl[pair]) for pair in uniforms]
+    for pair in largest_uniforms(run, outcome):
+        checks.append((str(pair), run.uniform(pair, transforms=True), outcome.uniform_kl[pair]))
     rows = [AdditivityRow(name, predicted_score(configuration), kl) for name, configuration, kl in checks]
     return tuple(row for row in rows if not math.isnan(row.predicted))
 
