@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.forward.attention_hook import hooked
-from kvtuner.calibration.forward.exact_part import (
+from kvtuner.calibration.candidates.exact_part import (
     ExactPart,
     exact_part_of,
     outputs_beside,
     probabilities_beside,
     read_values,
 )
-from kvtuner.calibration.forward.finite_check import check_finite
-from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
-from kvtuner.calibration.placement.sharded_weights import is_sharded
+from kvtuner.calibration.candidates.layer_gradients import LayerGradients
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, probabilities
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
-    from kvtuner.calibration.forward.trace import Trace
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.quant import Transform
 
@@ -100,14 +97,18 @@ class CandidateMeasurement:
     def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
         trace = self.chain.trace(batch.input_ids, batch.position_ids, images=batch.images)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
-        gradients = self._loss_gradients(trace, batch, generator)
+        places = batch.scored_places(self.plan)
+        gradients = LayerGradients.of_labels(self.chain, trace, places, self.num_draws, generator)
         tuned = self.chain.geometry.ids
         for layer_id in reversed(range(tuned[0], len(self.chain.layers))):
-            if layer_id not in tuned:
-                gradients = self._pass_layer(layer_id, trace, gradients)
+            owner = self.chain.cache.owner_of(layer_id)
+            if owner not in tuned:
+                gradients.pass_layer(layer_id)
                 continue
-            gradients = self._measure_layer(layer_id, trace, gradients, generator)
-            if on_layer is not None:
+            call, by_attended = gradients.attention_of(layer_id, self.plan.split)
+            with torch.no_grad():
+                self._score_layer(layer_id, call, by_attended, generator)
+            if on_layer is not None and owner == layer_id:
                 on_layer(batch.num_tokens)
 
     def scores(self) -> dict[Candidate, CandidateScores]:
@@ -122,70 +123,8 @@ class CandidateMeasurement:
         """The paper's e_o of pairs without transforms."""
         return {key: value / self.num_sequences for key, value in self.pair_sums.items()}
 
-    def _loss_gradients(self, trace: Trace, batch: Batch, generator: torch.Generator) -> list[Tensor]:
-        """Gradients of R sampled-label losses (summed over scored tokens) by the last layer's output."""
-        last = len(self.chain.layers) - 1
-        with torch.no_grad():
-            hidden = self.chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
-        check_finite(last, outputs=hidden)
-        if hidden.device.type != "cpu":  # probabilities of a whole vocabulary stay where they are
-            generator = torch.Generator(hidden.device).manual_seed(generator.initial_seed())
-        gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
-        step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
-        for rows in batch.scored_places(self.plan).to(hidden.device).split(step):
-            leaf = hidden[:, rows].detach().requires_grad_()
-            final = self.chain.finish(leaf)
-            by_final = _label_gradients(self.chain, final.detach(), self.num_draws, generator)
-            for draw, (gradient, by_label) in enumerate(zip(gradients, by_final, strict=True)):
-                (g,) = torch.autograd.grad(final, leaf, by_label, retain_graph=draw + 1 < self.num_draws)
-                gradient[:, rows] = g.to(gradient.dtype)
-        return gradients
-
-    def _pass_layer(self, layer_id: int, trace: Trace, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients by the input of a layer that has no candidates."""
-        leaf = trace.residual[layer_id].detach().requires_grad_()
-        with torch.enable_grad():
-            output = self.chain.run_layer_exactly(layer_id, leaf, trace.calls[layer_id])
-        self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
-        return [
-            torch.autograd.grad(output, leaf, gradient.to(output.device), retain_graph=draw + 1 < len(gradients))[0]
-            for draw, gradient in enumerate(gradients)
-        ]
-
-    def _measure_layer(
-        self, layer_id: int, trace: Trace, gradients: list[Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
-        """Score one layer's candidates; returns the gradients by the layer's input."""
-        attention_calls: list[tuple[AttentionCall, Tensor]] = []
-
-        def hook(_: int, call: AttentionCall) -> Tensor:
-            output = attend(call)
-            attention_calls.append((call, output))
-            return output
-
-        leaf = trace.residual[layer_id].detach().requires_grad_()
-        with torch.enable_grad(), hooked(hook):
-            output = self.chain.run_layer(layer_id, leaf, trace.calls[layer_id])
-        ((call, attended),) = attention_calls
-        by_attended, by_input = [], []
-        for draw, gradient in enumerate(gradients):
-            g_attended, g_input = torch.autograd.grad(
-                output, (attended, leaf), gradient.to(output.device), retain_graph=draw + 1 < len(gradients)
-            )
-            by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
-            by_input.append(g_input)
-        self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
-        latent = None if call.latent is None else call.latent.detached()
-        detached = replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach(), latent=latent)
-        # The graph of the whole layer hangs on these: it is freed before 24 candidates are held.
-        del output, attended, call, latent
-        attention_calls.clear()
-        with torch.no_grad():
-            self._score_layer(layer_id, detached, torch.stack(by_attended), generator)
-        return by_input
-
     def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor, generator: torch.Generator) -> None:
-        """Score a layer's candidates on its exact attention of some tokens, which `generator` draws.
+        """Score the candidates of what a layer reads on its exact attention of some tokens, which `generator` draws.
 
         The gradients are those by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
         """
@@ -227,15 +166,17 @@ class CandidateMeasurement:
 
     def _readings(self, layer_id: int, side: Side, exact: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Keys or values as read back under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
+        owner = self.chain.cache.owner_of(layer_id)
         heads_last = exact.transpose(1, 2)
         exact = exact.to(torch.float32)
         for name in self.options.transform_names(side):
-            transform: Transform = self.constants[layer_id].transform(side, name)
+            transform: Transform = self.constants[owner].transform(side, name)
             stored = transform.apply(heads_last)
             quantized = self.options.quantize(side, stored)
             read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
             read = self.plan.mix(exact.expand_as(read), read, self.options.window).contiguous()
-            self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))
+            if layer_id == owner:  # once, however many layers read it
+                self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))
             yield name, read
 
     def _score_rows(
@@ -299,39 +240,16 @@ class CandidateMeasurement:
             read_o = torch.stack([outputs_beside(read_a[k_index], read_v, exact) for read_v in values])
             errors = _relative_errors(exact_o, read_o) @ shares
             for v_bits, error in zip(self.options.widths, errors.tolist(), strict=True):
-                key = (layer_id, PrecisionPair(k_bits, v_bits))
+                key = (self.chain.cache.owner_of(layer_id), PrecisionPair(k_bits, v_bits))
                 self.pair_sums[key] = self.pair_sums.get(key, 0.0) + error
 
     def _add(self, layer_id: int, side: Side, transform: str, score: str, by_width: Tensor) -> None:
+        """Add the errors that a layer sees to those of the candidates of the layer whose cache it reads."""
+        owner = self.chain.cache.owner_of(layer_id)
         for bits, value in zip(self.options.widths, by_width.tolist(), strict=True):
-            candidate = Candidate(layer_id, side, bits, transform)
+            candidate = Candidate(owner, side, bits, transform)
             sums = self.sums.setdefault(candidate, {"e_self": 0.0, "e_a": 0.0, "e_o": 0.0, "fisher": 0.0})
             sums[score] += value
-
-
-def _label_gradients(
-    chain: DecoderChain, final: Tensor, num_draws: int, generator: torch.Generator
-) -> Iterator[Tensor]:
-    """Gradients of -log p[label] by final hidden states [batch, rows, hidden_size], of labels drawn from p by row.
-
-    The gradient by the logits is p less one at the label. What p gives is the same for all draws, so a plain matrix
-    reads the whole vocabulary twice and not once more for each draw.
-    """
-    leaf = final.requires_grad_()
-    logits = chain.logits(leaf)
-    p = logits.detach().softmax(dim=-1)  # [batch, rows, vocab_size]
-    p_by_row = p.flatten(0, 1).to(generator.device)
-    labels = torch.multinomial(p_by_row, num_draws, replacement=True, generator=generator).to(p.device)
-    if not chain.has_rows_of_tokens or is_sharded(chain.head):
-        for draw in range(num_draws):
-            index = labels[:, draw].reshape(*p.shape[:-1], 1)
-            by_logits = p.scatter_add(-1, index, torch.full_like(index, -1.0, dtype=p.dtype))
-            yield torch.autograd.grad(logits, leaf, by_logits, retain_graph=draw + 1 < num_draws)[0]
-        return
-    (expected,) = torch.autograd.grad(logits, leaf, p)
-    for draw in range(num_draws):
-        of_labels = chain.logits(leaf.flatten(0, 1), labels[:, draw]).diagonal()  # [batch * rows]
-        yield expected - torch.autograd.grad(of_labels.sum(), leaf)[0]
 
 
 def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:

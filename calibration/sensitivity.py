@@ -40,6 +40,8 @@ class Candidate:
 class CandidateScores:
     """The errors of a candidate; each but e_self is a mean over the calibration tokens that read quantized ones.
 
+    Where several layers read the cache of one, each but e_self is the sum of what they see.
+
     Attributes:
         e_self: mean |x - x'| / |x| of the keys (e_k) or values (e_v) themselves, over all calibration tokens; those
             that no token reads quantized count zero.

@@ -147,6 +147,22 @@ class CacheGeometry:
         """The layers that read another layer's cache."""
         return sum(layer.kind.name == "shared" for layer in self.layers)
 
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """The global ids of the layers that read a cache, their own or another layer's."""
+        return tuple(layer_id for layer_id, layer in enumerate(self.layers) if layer.kind.name != "none")
+
+    def owner_of(self, layer_id: int) -> int:
+        """The layer whose cache a layer reads: another one's where it is shared, otherwise its own."""
+        kind = self.layers[layer_id].kind
+        return layer_id if kind.name != "shared" or kind.number is None else kind.number
+
+    @property
+    def first_read_by_others(self) -> int:
+        """The first layer whose cache others read too; the number of layers where none is."""
+        owners = (self.owner_of(layer_id) for layer_id, layer in enumerate(self.layers) if layer.kind.name == "shared")
+        return min(owners, default=len(self.layers))
+
     @classmethod
     def of(cls, geometry: ModelGeometry) -> CacheGeometry:
         """The geometry of a model whose layers with a cache all read all tokens, are alike, and are its first ones."""

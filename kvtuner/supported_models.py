@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 _OTHER_CACHES: Final = {
     "is_encoder_decoder": "an encoder: it is an encoder-decoder",
     "cross_attention_layers": "cross-attention layers",
-    "num_kv_shared_layers": "layers that read another layer's keys",
 }
+_SHARED: Final = "num_kv_shared_layers"
+"""The number of last layers that read the keys and values of the last layer of their type before them."""
+_READS_ANOTHER: Final = "layers that read another layer's keys"
 _LATENT: Final = "kv_lora_rank"
 """The channels of the latents of a model with multi-head latent attention (MLA), in its configuration."""
 _SINKS: Final = ("gpt_oss",)
@@ -58,6 +60,8 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
     refuse_other_models(config)
     text = config.get_text_config(decoder=True)
     name = getattr(text, "model_type", type(text).__name__)
+    if getattr(text, _SHARED, None):
+        raise UnsupportedModelError(_refusal(name, _READS_ANOTHER))
     if name in _SINKS:
         raise UnsupportedModelError(_refusal(name, "attention sinks"))
     if getattr(text, _LATENT, None):
@@ -77,7 +81,7 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
 
 
 def refuse_other_models(config: ConfigLike) -> None:
-    """Refuse a model that is no decoder, or whose layers share what they cache, by an `UnsupportedModelError`."""
+    """Refuse a model that is no decoder by an `UnsupportedModelError`."""
     text = config.get_text_config(decoder=True)
     name = getattr(text, "model_type", type(text).__name__)
     for attribute, what in _OTHER_CACHES.items():
@@ -149,12 +153,15 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
     types = layer_kinds(text)
     longest = longest_context(text, context_length)
     kinds = [_kind(text, name, layer_id, kind, longest) for layer_id, kind in enumerate(types)]
-    if all(kind == LayerKind() for kind in kinds) and not getattr(text, "is_heterogeneous", False):
+    num_shared = getattr(text, _SHARED, None) or 0
+    if all(kind == LayerKind() for kind in kinds) and not num_shared and not getattr(text, "is_heterogeneous", False):
         return CacheGeometry.of(ModelGeometry.from_config(config))
+    if len(kinds) == 1:
+        kinds, types = kinds * read_num_layers(text), types * read_num_layers(text)
+    if num_shared:
+        kinds = _with_readers(name, kinds, types, num_shared)
     if not {LayerKind(), LayerKind("latent")} & {*kinds}:
         _refuse_no_full_layer(text, name, types, longest)
-    if len(kinds) == 1:
-        kinds *= read_num_layers(text)
     geometry = CacheGeometry(tuple(_layer(text, layer_id, kind) for layer_id, kind in enumerate(kinds)))
     geometry.tuned()
     return geometry
@@ -172,6 +179,8 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
     geometry = read_cache_geometry(config, context_length=context_length)
     text = config.get_text_config(decoder=True)
     name, types = getattr(text, "model_type", type(text).__name__), layer_kinds(text)
+    if geometry.num_shared_layers:
+        raise UnsupportedModelError(_not_served(name, _READS_ANOTHER))
     for layer_id, layer in enumerate(geometry.layers):
         kind = types[min(layer_id, len(types) - 1)]
         if kind == "chunked_attention" and layer.kind != LayerKind():
@@ -196,6 +205,20 @@ def _kind(text: Any, name: str, layer_id: int, layer_type: str, longest: int | N
         f"{name!r} has {layer_type} in layer {layer_id}, which reads its tokens otherwise than attention does: run it"
         " with its own cache"
     )
+
+
+def _with_readers(name: str, kinds: list[LayerKind], types: list[str], num_readers: int) -> list[LayerKind]:
+    """The kinds in which the last layers read the last layer of their type before them, a window's or another."""
+    first = len(kinds) - num_readers
+    owners = {layer_type: layer_id for layer_id, layer_type in enumerate(types[: max(first, 0)])}
+    for layer_id, layer_type in enumerate(types[max(first, 0) :], max(first, 0)):
+        if layer_type not in owners:
+            raise UnsupportedModelError(
+                f"{name!r} has {layer_type} in layer {layer_id}, one of {num_readers} {_READS_ANOTHER}, but no layer of"
+                " that type has keys of its own: is its configuration whole?"
+            )
+        kinds[layer_id] = LayerKind("shared", owners[layer_type])
+    return kinds
 
 
 def _window(text: Any, layer_id: int, layer_type: str) -> Any:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
+from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
-    from kvtuner.layer_geometry import CacheGeometry
 
 
 def check_model(profile: Profile, config: ConfigLike, *, context_length: int | None = None) -> None:
@@ -31,9 +31,10 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
     if geometry.layer_ids is None and not profile.geometry.is_by_layer:
         profile.check_model(config)
     else:
-        profile.check_geometry(profile.tuned_geometry(), geometry)
-        if profile.geometry.is_by_layer:
-            _check_kinds(profile, cache)
+        record = profile.geometry
+        whole = record.by_layer() if record.is_by_layer else CacheGeometry.of(profile.to_geometry())
+        profile.check_geometry(whole.tuned(), geometry)
+        _check_kinds(profile, whole, cache)
     check_token_groups(profile)
 
 
@@ -51,9 +52,14 @@ def check_token_groups(profile: Profile) -> None:
         )
 
 
-def _check_kinds(profile: Profile, cache: CacheGeometry) -> None:
+def _check_kinds(profile: Profile, whole: CacheGeometry, cache: CacheGeometry) -> None:
     """Compare what each layer caches; heads of windows are compared by the model's own cache, which has them."""
-    for layer_id, (own, other) in enumerate(zip(profile.geometry.by_layer().layers, cache.layers, strict=True)):
+    if len(whole.layers) != len(cache.layers):
+        raise ProfileError(
+            f"the profile of {profile.model.id} has {len(whole.layers)} layers, but this model has"
+            f" {len(cache.layers)}; use one that was searched for it"
+        )
+    for layer_id, (own, other) in enumerate(zip(whole.layers, cache.layers, strict=True)):
         if own.kind != other.kind:
             raise ProfileError(
                 f"layer {layer_id} has kind {own.kind} in the profile of {profile.model.id}, but {other.kind} in this"

@@ -41,6 +41,36 @@ def remote(**fields: Any) -> Any:
         ("MiMoV2Flash", {}, {"full": 9, "window:128": 39}, (9, 64, 4, 192, 128)),
         ("NemotronH", {"layers_block_type": ["mamba", "attention", "moe"]}, {"none": 2, "full": 1}, None),
         ("FalconH1", {}, {"full": 32}, None),
+        # As of Gemma 3n E4B and E2B, and of Gemma 4 E2B: readers read the last layer of their type that has keys.
+        (
+            "Gemma3nText",
+            {},
+            {"window:512": 16, "full": 4, "shared:18": 12, "shared:19": 3},
+            (4, 8, 2, 256, 256),
+        ),
+        (
+            "Gemma3nText",
+            {"num_hidden_layers": 30, "num_kv_shared_layers": 10},
+            {"window:512": 16, "full": 4, "shared:18": 8, "shared:19": 2},
+            (4, 8, 2, 256, 256),
+        ),
+        (
+            "Gemma4Text",
+            {
+                "num_hidden_layers": 35,
+                "num_kv_shared_layers": 20,
+                "num_key_value_heads": 1,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            },
+            {"window:512": 12, "full": 3, "shared:13": 16, "shared:14": 4},
+            (3, 8, 1, 512, 512),
+        ),
+        (
+            "Gemma4Text",
+            {"num_kv_shared_layers": 6, "sliding_window": 131072, "global_head_dim": 256},
+            {"full": 24, "shared:22": 5, "shared:23": 1},
+            (24, 8, 4, 256, 256),
+        ),
     ],
 )
 def test_layers_of_real_models_have_their_kinds(
@@ -108,7 +138,13 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
         ),
         (config_of("T5"), UnsupportedModelError, "'t5' has an encoder"),
         (config_of("Mamba"), UnsupportedModelError, "'mamba' has no layer with a KV cache"),
-        (config_of("Gemma3nText"), UnsupportedModelError, "layers that read another layer's keys"),
+        (
+            config_of("Gemma4Text", num_kv_shared_layers=25),
+            UnsupportedModelError,
+            "'gemma4_text' has full_attention in layer 5, one of 25 layers that read another layer's keys, but no layer"
+            " of that type has keys of its own",
+        ),
+        (remote(num_hidden_layers=2, num_kv_shared_layers=3), UnsupportedModelError, "has full_attention in layer 0"),
         (config_of("Qwen4ExpText"), UnsupportedModelError, "has indexed_attention in layer 3, which reads its tokens"),
         (
             config_of("Mistral", sliding_window=4096, max_position_embeddings=8192),

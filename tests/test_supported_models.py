@@ -13,7 +13,9 @@ from transformers import (
     DeepseekV32Config,
     DynamicCache,
     FalconH1Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -98,6 +100,8 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     [
         (Llama4TextConfig(), "chunked_attention in layer 0, which reads its chunk alone"),
         (DeepseekV32Config(), "indexed_attention in layer 0, which reads its tokens otherwise than attention does"),
+        (Gemma3nTextConfig(), "'gemma3n_text' has layers that read another layer's keys; SGLang serves profiles of"),
+        (Gemma4TextConfig(num_kv_shared_layers=18), "'gemma4_text' has layers that read another layer's keys; SGLang"),
         (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

@@ -18,11 +18,13 @@ from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
 from kvtuner.calibration.forward.decoder_layers import find_decoder_layers
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
+from kvtuner.calibration.forward.probe import check_attention
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.forward.streamed_layers import on_disk, streamed_layers_of
 from kvtuner.calibration.forward.trace import (
     ForwardCount,
     LayerCall,
+    States,
     Trace,
     added_between,
     is_close,
@@ -34,8 +36,7 @@ from kvtuner.calibration.images.decoder_with_images import run_decoder
 from kvtuner.calibration.placement.sharded_weights import logits_of_tokens
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
-from kvtuner.layer_ranges import write_layers
+from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.supported_models import has_states
 
 if TYPE_CHECKING:
@@ -106,9 +107,21 @@ class DecoderChain:
     ) -> Trace:
         """Run the whole decoder once, keeping the residual stream; ids and positions are [batch, tokens].
 
+        The hook is called with the layer whose cache is read, as in `run`.
+
         Raises:
             NonFiniteActivationError: Raised by the hook, if it checks; names the first layer that gave any.
         """
+        return self._trace(input_ids, position_ids, self._by_owner(hook), images)
+
+    def _trace(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hook: AttentionHook | None,
+        images: SequenceImages | None = None,
+    ) -> Trace:
+        """A trace as `trace` gives it, with a hook that is called with the layer that attends."""
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
         outputs: list[Tensor] = []
@@ -159,21 +172,30 @@ class DecoderChain:
         """Final hidden states when layers from `start` on run, from its input [batch, tokens, hidden_size].
 
         The calls are those of a trace of the same batch. `on_input` is called with the input of every layer that runs.
+        The hook is called with the layer whose cache is read: that of a layer which has none is called for each reader.
+        Keys and values of layers before `start`, which later ones read, are those of the trace.
         """
-        with hooked(hook):
+        states = calls[0].own_states()
+        if states is not None and start == 0:
+            states.clear()
+        with hooked(self._by_owner(hook)):
             for layer_id in range(start, len(self.layers)):
                 if layer_id > start:
                     hidden = calls[layer_id].input_after(hidden)
                 if on_input is not None:
                     on_input(layer_id, hidden)
-                hidden = self.run_layer(layer_id, hidden, calls[layer_id])
+                hidden = self.run_layer(layer_id, hidden, calls[layer_id], states)
         return self.finish(hidden)
 
-    def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
-        """Output of one layer; gradients flow if they are enabled."""
+    def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall, states: States | None = None) -> Tensor:
+        """Output of one layer; gradients flow if they are enabled.
+
+        It finds other layers' keys and values among `states`, and leaves its own there; by default, those of the trace.
+        """
         if self._streamed is not None:
             hidden = hidden.to(self._streamed.device)
-        output = self.layers[layer_id](hidden, *call.args, **call.kwargs)
+        kwargs = call.kwargs_with(call.own_states() if states is None else states)
+        output = self.layers[layer_id](hidden, *call.args, **kwargs)
         self.count.add(hidden.shape[0] * hidden.shape[1])
         return _first(output)
 
@@ -231,6 +253,10 @@ class DecoderChain:
         """Token rows whose logits are held at a time."""
         return max(1, min(MAX_LOGIT_ROWS, LOGITS_IN_FLIGHT // self.vocab_size))
 
+    def _by_owner(self, hook: AttentionHook | None) -> AttentionHook | None:
+        """A hook by the layer whose cache is read, as one by the layer that reads it."""
+        return None if hook is None else lambda layer_id, call: hook(self.cache.owner_of(layer_id), call)
+
     def _check_on_probe(self) -> None:
         device = self.input_device
         # Eight tokens that differ, past those that vocabularies begin with.
@@ -245,8 +271,8 @@ class DecoderChain:
             attention_calls.append((layer_id, call))
             return attend(call)
 
-        trace, outputs, self._norm = self._watch(lambda: self.trace(ids, positions, hook))
-        self._check_attention(attention_calls)
+        trace, outputs, self._norm = self._watch(lambda: self._trace(ids, positions, hook))
+        self.cache, self.elements_per_token = check_attention(self.name, self.cache, attention_calls)
         for layer_id, output in enumerate(outputs):
             check_finite(layer_id, outputs=output)
         for layer_id in range(1, len(self.layers)):
@@ -297,39 +323,6 @@ class DecoderChain:
                 handle.remove()
         norms = [m for m, x in candidates if x.shape == outputs[-1].shape and is_same(x, outputs[-1])]
         return trace, outputs, norms[-1] if norms else None
-
-    def _check_attention(self, calls: list[tuple[int, AttentionCall]]) -> None:
-        ids = [layer_id for layer_id, _ in calls]
-        if ids != list(self.cache.owners):
-            owners = self.cache.owners
-            raise UnsupportedModelError(
-                f"{self.name} has no attention hook in every layer: {len(owners)} layers are expected to call"
-                f" transformers' AttentionInterface once each, in order, layers {write_layers(owners)}, but the calls"
-                f" came from layers {ids}"
-            )
-        layers = list(self.cache.layers)
-        for layer_id, call in calls:
-            layer = layers[layer_id]
-            if layer.kind.name == "latent":
-                self.elements_per_token += call.k[0, :, 0].numel() + call.v[0, :, 0].numel()
-                continue
-            actual = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
-            expected = (layer.num_attention_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
-            if layer.kind.name == "window":
-                if call.seen is None or call.seen.size != layer.kind.number:
-                    size = "none" if call.seen is None else f"one of {call.seen.size} tokens"
-                    raise UnsupportedModelError(
-                        f"{self.name}: layer {layer_id} has kind {layer.kind} by its configuration, but its attention"
-                        f" is given {size}"
-                    )
-                layers[layer_id] = LayerGeometry(layer.kind, *actual)
-            elif actual != expected:
-                raise UnsupportedModelError(
-                    f"{self.name}: layer {layer_id} has (query heads, KV heads, head_dim, v_head_dim) = {actual},"
-                    f" its configuration says {expected}"
-                )
-        self.cache = CacheGeometry(tuple(layers))
-        self.elements_per_token += sum(layer.num_elements for layer in layers)
 
 
 def _first(output: Any) -> Tensor:

@@ -28,7 +28,7 @@ TOLERANCE = 0.05  # of the norm of final hidden states
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Exact keys and values of the first tokens of a batch, of every layer by its id; empty if no token is kept.
+    """Exact keys and values of the first tokens of a batch, of every layer with a cache by its id; empty if none is.
 
     They are [batch, num_kv_heads, tokens, head_dim], values with v_head_dim channels. Of layers with latents, these
     are kept too.
@@ -95,8 +95,9 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
     latents: dict[int, LatentRows] = {}
 
     def keep(layer_id: int, call: AttentionCall) -> Tensor:
-        k[layer_id] = call.k[:, :, :split].clone()
-        v[layer_id] = call.v[:, :, :split].clone()
+        if layer_id not in k:  # which several layers may read
+            k[layer_id] = call.k[:, :, :split].clone()
+            v[layer_id] = call.v[:, :, :split].clone()
         if call.latent is not None:
             latents[layer_id] = call.latent.first(split)
         return attend(call)

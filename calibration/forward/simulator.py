@@ -66,7 +66,7 @@ def read_back_by(spec: LayerSpec, call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> AttentionHook:
-    """A hook that stores the layers of `specs` as they say, and all others exactly."""
+    """A hook that stores the layers of `specs` as they say, and all others exactly; readers of a layer read it so."""
 
     def hook(layer_id: int, call: AttentionCall) -> Tensor:
         spec = specs.get(layer_id)
@@ -210,7 +210,8 @@ class Simulator:
         start, hidden = item.shared.longest(layers)
         hidden = item.embedded if hidden is None else hidden
         inputs: dict[int, Tensor] = {}
-        room = item.shared.room_for(hidden)
+        # Beyond a layer whose keys later ones read, a hidden state is not all that those need.
+        room = min(item.shared.room_for(hidden), self.chain.cache.first_read_by_others)
 
         def keep(layer_id: int, hidden: Tensor) -> None:
             if layer_id <= room:

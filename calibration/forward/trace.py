@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +17,11 @@ from kvtuner.errors import KVTunerError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+STATES: Final = "shared_kv_states"
+"""The argument in which transformers' layers leave keys and values for later layers that read them, and find them."""
+States = MutableMapping[Any, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,15 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     added: Tensor | None = None
+
+    def own_states(self) -> States | None:
+        """A copy of what layers left for later ones in the traced forward; None where no layer reads another's keys."""
+        states = self.kwargs.get(STATES)
+        return None if states is None else copy(states)
+
+    def kwargs_with(self, states: States | None) -> dict[str, Any]:
+        """The arguments by name, with other keys and values to leave and find, where layers share them."""
+        return self.kwargs if states is None else {**self.kwargs, STATES: states}
 
     def input_after(self, output: Tensor) -> Tensor:
         """The layer's input after an output of the layer before, [batch, tokens, hidden_size] each."""

@@ -294,7 +294,7 @@ def test_a_context_that_the_model_lacks_is_refused(length: int, message: str, mo
         ("Whisper", {}, "encoder-decoder"),
         ("EfficientNet", {}, "is a 'efficientnet'"),
         ("T5", {"num_layers": 2}, "encoder-decoder"),
-        ("Llama", {**DECODER, "num_kv_shared_layers": 1}, "layers that read another layer's keys"),
+        ("Llama", {**DECODER, "num_kv_shared_layers": 2}, "no layer of that type has keys of its own"),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_asked_for(

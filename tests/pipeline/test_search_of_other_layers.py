@@ -24,8 +24,10 @@ KINDS = {
     "olmo3": "window:24 full", "mimo-v2": "window:24 full", "gemma4": "window:24 full", "qwen3-next": "none full",
     "qwen3.5": "none full", "lfm2": "none full", "granite4": "none full", "nemotron-h": "none full",
     "qwen3.5-images": "none full", "falcon-h1": "full", "qwen2.5-vl": "full", "mistral3": "full",
-    "llama4-images": "window:24 full",
+    "llama4-images": "window:24 full", "gemma4-readers": "full window:24 shared:2 shared:3",
 }  # fmt: skip
+BITS = {"gemma4-readers": 6}
+"""The budget where it is another than 4 bits: keys that several layers read move predictions more."""
 LIKE_OTHERS = ("gemma3", "cohere2", "olmo3", "qwen3.5", "granite4", "qwen3.5-images")
 """Those whose layers are of the kinds of others, or that other tests search too: for `make test-full`."""
 
@@ -36,11 +38,11 @@ LIKE_OTHERS = ("gemma3", "cohere2", "olmo3", "qwen3.5", "granite4", "qwen3.5-ima
 def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_profile(
     name: str, search_whole: SearchWhole
 ) -> None:
-    searched = search_whole(name, "4bit")
+    searched = search_whole(name, f"{BITS.get(name, 4)}bit")
     profile = searched.profile
     layers = profile.geometry.by_layer().layers if profile.geometry.is_by_layer else ()
     assert " ".join(dict.fromkeys(str(layer.kind) for layer in layers)) in (KINDS[name], "")
-    assert profile.mean_bits <= 4
+    assert profile.mean_bits <= BITS.get(name, 4)
     assert {row["layer"] for row in searched.scores} == set(profile.tuned_geometry().ids)
     for kind in KINDS[name].split() if profile.geometry.is_by_layer else ():
         assert f"kind {kind}" in searched.shown
@@ -51,7 +53,19 @@ def test_a_search_tunes_full_layers_by_their_ids_and_a_loaded_model_serves_the_p
     assert cache.stored_bytes == TOKENS * profile.bytes_per_token()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_layers_that_read_another_ones_keys_take_no_bytes(search_whole: SearchWhole) -> None:
+    """Two full layers of two heads of 32 channels own rows; a window, and three readers, take no more with a token."""
+    searched = search_whole("gemma4-readers", "6bit")
+    profile, geometry = searched.profile, searched.profile.geometry
+    assert (geometry.num_layers, geometry.num_shared_layers) == (4, 3)
+    assert profile.tuned_geometry().ids == (0, 2)
+    assert [entry.layer for entry in profile.layers] == [0, 1, 2, 3]
+    assert profile.bytes_per_token() == sum(map(profile.row_shape().pair_bytes, profile.tuned_pairs))
+    assert profile.bf16_bytes_per_token() == 2 * 2 * 2 * 32 * 2  # layers, sides, heads, channels, bytes
+    assert "kind shared:2" in searched.shown and "kind shared:3" in searched.shown
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5", "gemma4-readers"])
 def test_an_evaluation_asks_the_loaded_model_beside_other_schemes(
     name: str, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,8 @@ from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.layer_geometry import CacheGeometry, LayerKind
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
+from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -284,6 +285,22 @@ def test_logits_that_are_not_the_output_embeddings_are_refused(
     model.__class__ = _Doubled
     with pytest.raises(UnsupportedModelError, match="logits are not the output embeddings"):
         chain_over(model)
+
+
+def test_a_layer_with_other_keys_than_those_it_should_read_is_refused(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+) -> None:
+    """Code that does not know the field of its configuration makes keys in every layer."""
+    model = make_model("llama-gqa")
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(UnsupportedModelError, match=r"layer 2 has kind shared:1 .* reads other keys and values than"):
+        chain_over(model)
+    bent = make_model("gemma4-readers")
+    layers = list(read_cache_geometry(bent.config).layers)
+    layers[6] = LayerGeometry(LayerKind("shared", 0))
+    bent.set_attn_implementation(register_hook())
+    with pytest.raises(UnsupportedModelError, match=r"layer 6 has kind shared:0 .* than layer 0's"):
+        DecoderChain(bent, CacheGeometry(tuple(layers)))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,9 @@ def test_a_model_that_runs_otherwise_after_a_prompt_runs_whole(
     assert torch.equal(trace.final, chain.trace(batch.input_ids, batch.position_ids).final)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mimo-v2", "qwen3.5", "lfm2", "granite4", "falcon-h1"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gemma4-readers", "gpt-oss", "mimo-v2", "qwen3.5", "lfm2", "granite4", "falcon-h1"]
+)
 def test_prompts_of_models_whose_layers_differ_give_the_same_numbers_kept_or_not(
     name: str, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches,
     monkeypatch: pytest.MonkeyPatch,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor
+from oracles.quantized_reads import served_logits
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache
 
 from kvtuner.calibration.forward import simulator as simulate
 from kvtuner.calibration.forward.read_plan import ReadPlan
@@ -23,11 +21,10 @@ from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from fixture_types import RandomBatches
 
-    from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
 
 TOKENS, SPLIT = 23, 7
@@ -40,52 +37,6 @@ def plan_of(name: str) -> ReadPlan:
 def uniform(bits: tuple[int, int], num_layers: int, **options: Any) -> dict[int, LayerSpec]:
     spec = LayerSpec(QuantSpec(bits[0], **options), QuantSpec(bits[1], **options))
     return dict.fromkeys(range(num_layers), spec)
-
-
-class QuantizedReads(DynamicCache):
-    """Keeps exact keys and values, returns what a reader sees; while `exact` is set, the newest as they are."""
-
-    def __init__(self, specs: Mapping[int, LayerSpec]) -> None:
-        super().__init__()
-        self.specs = specs
-        self.exact = False
-
-    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        past = self.get_seq_length(layer_idx)
-        k, v = super().update(k, v, layer_idx, *args, **kwargs)
-        spec = self.specs.get(layer_idx, LayerSpec())
-        return self._read(spec.k, k, past, spec.window), self._read(spec.v, v, past, spec.window)
-
-    def _read(self, spec: QuantSpec | None, x: Tensor, past: int, window: ExactWindow) -> Tensor:
-        if spec is None:
-            return x
-        read = spec.simulate(x.transpose(1, 2)).transpose(1, 2).to(x.dtype)
-        if window.num_tokens and not self.exact:
-            assert x.shape[2] == past + 1, "a window is of one query"
-            places = torch.arange(past + 1)
-            copied = (past - places < window.residual_length) | (places < window.sinks)
-            read[:, :, copied] = x[:, :, copied]
-        return torch.cat((read[:, :, :past], x[:, :, past:]), dim=2) if self.exact else read
-
-
-def served_logits(model: Any, batch: Batch, specs: Mapping[int, LayerSpec], plan: ReadPlan) -> Tensor:
-    """Logits of a host with a quantized cache: `decode` and `cache` token by token, `hit` in one chunk."""
-    cache, logits = QuantizedReads(specs), []
-
-    def step(first: int, last: int) -> None:
-        tokens = slice(first, last)
-        output = model(batch.input_ids[:, tokens], position_ids=batch.position_ids[:, tokens], past_key_values=cache)
-        logits.append(output.logits)
-
-    with torch.no_grad():
-        if plan.split:
-            cache.exact = True
-            step(0, plan.split)
-        cache.exact = plan.name == "hit"
-        edges = [plan.split, TOKENS] if plan.name == "hit" else range(plan.split, TOKENS + 1)
-        for first, last in itertools.pairwise(edges):
-            step(first, last)
-    return torch.cat(logits, dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -334,8 +285,8 @@ def test_the_layer_that_a_configuration_breaks_is_told(
     inputs: list[object] = []
     run = chain.run_layer
 
-    def overflowing(layer_id: int, hidden: torch.Tensor, call: Any) -> torch.Tensor:
-        output = run(layer_id, hidden, call)
+    def overflowing(layer_id: int, hidden: torch.Tensor, call: Any, states: Any) -> torch.Tensor:
+        output = run(layer_id, hidden, call, states)
         inputs.append(hidden)
         # Only the second sequence overflows.
         return output * torch.inf if layer_id == broken and len(inputs) > 3 else output
