@@ -50,14 +50,14 @@ class LayerGradients:
         if hidden.device.type != "cpu":  # probabilities of a whole vocabulary stay where they are
             generator = torch.Generator(hidden.device).manual_seed(generator.initial_seed())
         gradients = [torch.zeros_like(hidden) for _ in range(num_draws)]
-        step = max(1, chain.rows_in_flight() // hidden.shape[0])
+        step = max(1, chain.rows_in_flight() // hidden.shape[-3])
         for rows in places.to(hidden.device).split(step):
-            leaf = hidden[:, rows].detach().requires_grad_()
+            leaf = hidden[..., rows, :].detach().requires_grad_()
             final = chain.finish(leaf)
             by_final = _label_gradients(chain, final.detach(), num_draws, generator)
             for draw, (gradient, by_label) in enumerate(zip(gradients, by_final, strict=True)):
                 (g,) = torch.autograd.grad(final, leaf, by_label, retain_graph=draw + 1 < num_draws)
-                gradient[:, rows] = g.to(gradient.dtype)
+                gradient[..., rows, :] = g.to(gradient.dtype)
         return cls(chain, trace, gradients)
 
     def pass_layer(self, layer_id: int) -> None:
@@ -117,7 +117,7 @@ class LayerGradients:
                 by_states.append((found[1].to(torch.float32), found[2].to(torch.float32)))
         if is_reader:
             self._add_by_states(self.chain.cache.owner_of(layer_id), by_states)
-        self.chain.count.add(backward_layer_tokens=len(self.by_output) * leaf.shape[0] * leaf.shape[1])
+        self.chain.count.add(backward_layer_tokens=len(self.by_output) * leaf.shape[-3] * leaf.shape[-2])
         return attention[0][0] if attention else None, by_attended
 
     def _add_by_states(self, owner: int, by_states: list[tuple[Tensor, Tensor]]) -> None:

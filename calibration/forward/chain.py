@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
-from kvtuner.calibration.forward.decoder_layers import find_decoder_layers
+from kvtuner.calibration.forward.decoder_layers import find_decoder_layers, merged_streams
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
 from kvtuner.calibration.forward.probe import check_attention
@@ -196,7 +196,7 @@ class DecoderChain:
             hidden = hidden.to(self._streamed.device)
         kwargs = call.kwargs_with(call.own_states() if states is None else states)
         output = self.layers[layer_id](hidden, *call.args, **kwargs)
-        self.count.add(hidden.shape[0] * hidden.shape[1])
+        self.count.add(hidden.shape[-3] * hidden.shape[-2])
         return _first(output)
 
     def run_layer_exactly(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
@@ -206,6 +206,7 @@ class DecoderChain:
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Final hidden states of the last layer's output."""
+        hidden = merged_streams(self.decoder, hidden)
         result = hidden if self._norm is None else self._norm(hidden)
         assert isinstance(result, Tensor)
         return result
@@ -321,7 +322,8 @@ class DecoderChain:
         finally:
             for handle in handles:
                 handle.remove()
-        norms = [m for m, x in candidates if x.shape == outputs[-1].shape and is_same(x, outputs[-1])]
+        last = merged_streams(self.decoder, outputs[-1])
+        norms = [m for m, x in candidates if x.shape == last.shape and is_same(x, last)]
         return trace, outputs, norms[-1] if norms else None
 
 

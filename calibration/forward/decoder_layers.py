@@ -1,10 +1,14 @@
-"""The list of decoder layers in a model, found by its length. Knows nothing of what layers do."""
+"""The list of decoder layers in a model, found by its length, and how their streams of hidden states become one.
+
+Knows nothing of what layers do.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,3 +21,22 @@ def find_decoder_layers(model: PreTrainedModel, number: int) -> tuple[nn.Module,
             if isinstance(child, nn.ModuleList) and len(child) == number:
                 return module, child
     return None
+
+
+def merged_streams(decoder: nn.Module, hidden: Tensor) -> Tensor:
+    """The one hidden state [batch, tokens, hidden_size] that a decoder makes of its last layer's output.
+
+    It is the output itself, but with AltUp (Gemma 3n), whose layers have several streams, [streams, batch, tokens,
+    hidden_size]: each is projected to the magnitude of the first, and they are averaged.
+    """
+    projections = getattr(decoder, "altup_unembed_projections", None)
+    if projections is None:
+        return hidden
+    first, *others = hidden
+    magnitude = first.square().mean(dim=-1, keepdim=True) ** 0.5
+    streams = [first]
+    for projection, stream in zip(projections, others, strict=True):
+        projected = projection(stream)
+        own = projected.square().mean(dim=-1, keepdim=True).clamp_min(1e-5).sqrt()
+        streams.append(projected * magnitude / own)
+    return torch.stack(streams).mean(dim=0)

@@ -70,7 +70,9 @@ def _device_map(skeleton: PreTrainedModel, num_layers: int, device: str) -> dict
 
     def put(module: torch.nn.Module, prefix: str) -> None:
         own = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-        place.update({prefix + name: device for name in own})
+        # Buffers that no file holds have no place in a map of devices, by which transformers loads files.
+        in_files = [name for name in own if name not in module._non_persistent_buffers_set]
+        place.update({prefix + name: device for name in in_files})
         for name, child in module.named_children():
             if layers.startswith(f"{prefix}{name}."):
                 put(child, f"{prefix}{name}.")

@@ -25,6 +25,7 @@ KINDS = {
     "qwen3.5": "none full", "lfm2": "none full", "granite4": "none full", "nemotron-h": "none full",
     "qwen3.5-images": "none full", "falcon-h1": "full", "qwen2.5-vl": "full", "mistral3": "full",
     "llama4-images": "window:24 full", "gemma4-readers": "full window:24 shared:2 shared:3",
+    "gemma3n": "full window:24 shared:2 shared:3",
 }  # fmt: skip
 BITS = {"gemma4-readers": 6}
 """The budget where it is another than 4 bits: keys that several layers read move predictions more."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
 PROMPT, TOKENS = 40, 52
-READERS = ("gemma4-readers",)
+READERS = ("gemma4-readers", "gemma3n")
 
 
 @pytest.fixture(autouse=True)

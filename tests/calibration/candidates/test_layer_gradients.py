@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.forward.chain import DecoderChain
 
 TOKENS, SPLIT, DRAWS, SEED = 19, 5, 3, 4
-READERS = ("gemma4-readers",)
+READERS = ("gemma4-readers", "gemma3n")
 
 
 def whole_backward(chain: DecoderChain, batch: Batch, layer_id: int) -> Tensor:
