@@ -36,13 +36,13 @@ class LayerGradients:
     trace: Trace
     by_output: list[Tensor]
     _by_states: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """Of each layer whose keys and values later ones read, the gradients of each loss by both through those."""
+    """The gradients of each loss by keys and values of a layer, by its id, through the later layers that read them."""
 
     @classmethod
     def of_labels(
         cls, chain: DecoderChain, trace: Trace, places: Tensor, num_draws: int, generator: torch.Generator
     ) -> LayerGradients:
-        """Those of so many losses under labels drawn from the model, summed over the tokens at some places."""
+        """Gradients of so many losses under labels drawn from the model, summed over the tokens at some places."""
         last = len(chain.layers) - 1
         with torch.no_grad():
             hidden = chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
@@ -93,10 +93,10 @@ class LayerGradients:
         leaf = self.trace.residual[layer_id].detach().requires_grad_()
         with torch.enable_grad(), hooked(hook):
             output = self.chain.run_layer(layer_id, leaf, self.trace.calls[layer_id])
-        made, wanted = [output], [leaf]
+        outputs, wanted = [output], [leaf]
         read_later = self._by_states.pop(layer_id, None)
         if read_later is not None:
-            made += [attention[0][0].k, attention[0][0].v]
+            outputs += [attention[0][0].k, attention[0][0].v]
         if is_reader:
             wanted += [attention[0][0].k, attention[0][0].v]
         if start is not None:
@@ -105,9 +105,9 @@ class LayerGradients:
         for draw, gradient in enumerate(self.by_output):
             given = [gradient, *(read_later[draw] if read_later else ())]
             found = torch.autograd.grad(
-                made,
+                outputs,
                 wanted,
-                [g.to(x.device, x.dtype) for g, x in zip(given, made, strict=True)],
+                [g.to(x.device, x.dtype) for g, x in zip(given, outputs, strict=True)],
                 retain_graph=draw + 1 < len(self.by_output),
             )
             self.by_output[draw] = found[0]

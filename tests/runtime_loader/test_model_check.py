@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import MistralConfig
+from transformers import Gemma3nTextConfig, MistralConfig
 
 from kvtuner.errors import ProfileError, UnsupportedModelError
 from kvtuner.evaluation.cache_scheme import ProfileScheme
@@ -21,8 +21,11 @@ from kvtuner.runtime_loader.model_check import (
     check_token_groups,
 )
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.runtime_loader.transformers_layer import KVTunerLayer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fixture_types import ProfileOf
 
     from kvtuner.exported_configs.profile.profile import Profile
@@ -145,3 +148,40 @@ def test_a_cache_warns_of_other_rotations(profile_of: ProfileOf) -> None:
     turned.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
     with pytest.warns(UserWarning, match="measured under other rotations"):
         KVTunerCache.from_profile(profile, turned)
+
+
+@pytest.mark.filterwarnings("ignore:the profile of tiny is for configuration")
+@pytest.mark.parametrize("name", ["gemma4-readers", "gemma3n"])
+def test_owners_alone_have_a_layer_of_the_cache(
+    name: str, make_model: Callable[..., Any], profile_of: ProfileOf
+) -> None:
+    model = make_model(name)
+    profile = profile_of(model.config, [LayerQuantization(4, 4)] * 2, by_kinds=True)
+    cache = KVTunerCache.from_profile(profile, model.config, allow_derived=True)
+    assert [isinstance(layer, KVTunerLayer) for layer in cache.layers] == [True, False, True, False]
+    other = make_model(name, num_kv_shared_layers=1)
+    with pytest.raises(ProfileError, match="has num_layers 2, but this model has 3"):
+        KVTunerCache.from_profile(profile, other.config, allow_derived=True)
+    types = other.config.layer_types
+    longer = make_model(name, num_hidden_layers=9, num_kv_shared_layers=5, layer_types=[*types, *types[-2:]])
+    with pytest.raises(ProfileError, match="has 7 layers, but this model has 9"):
+        KVTunerCache.from_profile(profile, longer.config, allow_derived=True)
+
+
+@pytest.mark.filterwarnings("ignore:the profile of tiny is for configuration")
+def test_a_profile_of_version_1_counts_readers_of_the_last_layer(profile_of: ProfileOf) -> None:
+    """Version 1 says as much of readers as the kinds of version 2 where all layers are full."""
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16,
+        "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 5,
+    }  # fmt: skip
+    config = Gemma3nTextConfig(**fields)
+    layers = [LayerQuantization(4, 4)] * 3
+    counted, by_kinds = profile_of(config, layers), profile_of(config, layers, by_kinds=True)
+    assert (counted.schema_version, by_kinds.schema_version) == (1, 2)
+    assert counted.bytes_per_token() == by_kinds.bytes_per_token()
+    for profile in (counted, by_kinds):
+        assert len(KVTunerCache.from_profile(profile, config, allow_derived=True).layers) == 3
+        with pytest.raises(ProfileError, match="this model has"):
+            more = Gemma3nTextConfig(**{**fields, "num_kv_shared_layers": 1})
+            KVTunerCache.from_profile(profile, more, allow_derived=True)

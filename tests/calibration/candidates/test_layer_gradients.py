@@ -77,10 +77,10 @@ def test_scores_of_a_layer_hold_what_all_that_read_it_see(
     (batch,) = batches = random_batches(2, TOKENS, batch_size=2)
     constants = measure_constants(chain, batches)
     measurement = CandidateMeasurement(chain, constants, plan, options, DRAWS, SEED, with_pairs=True)
-    told: list[int] = []
-    measurement.run(batches, told.append)
+    tokens_done: list[int] = []
+    measurement.run(batches, tokens_done.append)
     found = measurement.scores()
-    assert told == [2 * TOKENS] * 2
+    assert tokens_done == [2 * TOKENS] * 2
     assert {candidate.layer for candidate in found} == {layer for layer, _ in measurement.pairs()} == {0, 2}
     for side, bits, transform in (("k", 2, "none"), ("k", 4, "centered+balanced+hadamard"), ("v", 4, "hadamard")):
         for layer, readers in ((0, [0]), (2, [2, 4, 6])):

@@ -114,7 +114,7 @@ def test_a_run_of_some_layers_leaves_the_exact_keys_that_later_ones_read(
 def test_isolated_kl_holds_what_the_readers_of_a_layer_lose(
     name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, tmp_path: Path
 ) -> None:
-    """It is that of a whole simulated run, and not that of the owner alone."""
+    """The KL of a whole simulated run is expected, not that of the owner alone."""
     chain, batches, plan = chain_of(name), random_batches(3, TOKENS), plan_of("decode")
     constants, options = measure_constants(chain, batches), QuantizationOptions()
     candidates = [Candidate(layer, side, 2, "none") for layer in (0, 2) for side in ("k", "v")]
