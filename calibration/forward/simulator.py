@@ -104,9 +104,9 @@ class Simulator:
     """Measures quantized caches on a fixed set of sequences.
 
     Keeps two hidden states per token (the embedding and the exact final state), what the layers are called with
-    besides, which they share: the encoding of the positions, the keys and values of the first sequences' prompts,
-    `PROMPT_BYTES` at most, and the log-probabilities of a small vocabulary, `KEPT_BYTES` at most. With `reuse` also
-    what layers put out under the last configurations.
+    besides, which they share: the encoding of the positions, tokens' own inputs to each layer (Gemma), the keys and
+    values of the first sequences' prompts, `PROMPT_BYTES` at most, and the log-probabilities of a small vocabulary,
+    `KEPT_BYTES` at most. With `reuse` also what layers put out under the last configurations.
     """
 
     def __init__(
