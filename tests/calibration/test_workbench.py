@@ -202,7 +202,7 @@ def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
 def test_a_run_interrupted_in_the_candidate_pass_starts_that_pass_again(
     bench_of: Callable[..., Workbench], whole: SensitivityTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, original = RunFolder(tmp_path), CandidateMeasurement._measure_layer
+    folder, original = RunFolder(tmp_path), CandidateMeasurement._score_layer
 
     def stop(self: Any, layer_id: int, *args: Any) -> Any:
         if layer_id == 1:
@@ -210,7 +210,7 @@ def test_a_run_interrupted_in_the_candidate_pass_starts_that_pass_again(
         return original(self, layer_id, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CandidateMeasurement, "_measure_layer", stop)
+        patch.setattr(CandidateMeasurement, "_score_layer", stop)
         measure_table(bench_of(), folder)
     assert not folder.file(TABLE_FILE).exists()
     assert_tables_equal(measure_table(bench_of(), folder), whole)
