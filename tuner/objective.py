@@ -159,14 +159,6 @@ class MeasuredKL:
         """
         return fmean(self._sequence_kls(configuration, num_batches))
 
-    def estimate(self, configuration: Sequence[LayerChoice], best: Sequence[LayerChoice], num_batches: int) -> float:
-        """The KL of `best` on all sequences, times the ratio of both on the first batches.
-
-        Where `best` loses nothing there is no ratio: then it is the KL on those batches.
-        """
-        kl, best_kl = (self.on_first(one, num_batches) for one in (configuration, best))
-        return self(best) * kl / best_kl if best_kl > 0 else kl
-
     def measure_all(
         self,
         configurations: Sequence[Sequence[LayerChoice]],

@@ -1,4 +1,4 @@
-"""KL of every uniform pair of widths, for a quarter of what measuring all of them takes.
+"""KL of every uniform pair of widths, most of them estimated from a quarter of the sequences.
 
 Knows no models and no budgets: which pairs keep a budget is given.
 """
@@ -40,9 +40,9 @@ def measure_uniforms(
 ) -> dict[PrecisionPair, float]:
     """The KL of uniform pairs on all sequences, nats per token; of most of them an estimate.
 
-    All pairs are measured on the first quarter of the sequences, and the largest of each budget on all of them. The
-    others are estimated by the ratio to the best of those on the first quarter, where a few sequences may have most of
-    the KL: so estimates show how KL grows, and decide nothing.
+    All pairs are measured on the first quarter of the sequences, and the largest of each budget on all of them: taking
+    it that more bits lower KL, the best uniform is among these. What the others have on the first quarter is multiplied
+    by what the sum over the largest grows by. A few sequences may have most of a KL, so estimates decide nothing.
 
     Args:
         objective: measures configurations, or looks them up.
@@ -67,16 +67,18 @@ def measure_uniforms(
     num_batches = objective.part(FIRST_PART)
     objective.measure_all(list(uniforms.values()), num_batches, on_batch)
     first = finite(uniforms, partial(objective.on_first, num_batches=num_batches))
-    largest = dict.fromkeys(
-        pair for pairs in inside for pair in largest_pairs([pair for pair in pairs if pair in first])
-    )
-    objective.measure_all([uniforms[pair] for pair in largest], objective.num_batches)
-    measured = finite(largest, objective)
-    if not measured:
-        return {pair: kl for pair, kl in first.items() if pair not in largest}
-    best = uniforms[min(measured, key=measured.__getitem__)]
-    return {
-        pair: measured[pair] if pair in measured else objective.estimate(uniforms[pair], best, num_batches)
-        for pair in first
-        if pair in measured or pair not in largest
-    }
+    measured: dict[PrecisionPair, float] = {}
+    # A pair whose KL is not finite later on leaves its place to those below it.
+    while largest := {
+        pair: uniforms[pair]
+        for pairs in inside
+        for pair in largest_pairs([pair for pair in pairs if pair in first])
+        if pair not in measured
+    }:
+        objective.measure_all(list(largest.values()), objective.num_batches)
+        found = finite(largest, objective)
+        measured |= found
+        first = {pair: kl for pair, kl in first.items() if pair in found or pair not in largest}
+    on_first = sum(first[pair] for pair in measured)
+    growth = sum(measured.values()) / on_first if on_first > 0 else 1.0
+    return {pair: measured.get(pair, growth * kl) for pair, kl in first.items()}

@@ -236,8 +236,8 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(
     (row,) = plan["hand_written"]
     assert row["name"] == "0:K16V16,1-2:K4V4"
     assert row["bytes_per_token"] == 128 + 2 * 2 * 32  # 2 heads x 16 channels: 16 bytes of codes, 8 of scales, padding
-    # 2, 3, 4, 8 and 16 bits of keys by those of values on one sequence, on the other what fits and no other exceeds.
-    assert plan["forward_tokens"]["uniform table"] == (25 + len(("K8V4", "K4V8"))) * 64
+    # 2, 3, 4, 8 and 16 bits of keys by those of values on one sequence; on the other one for each packed width at most.
+    assert plan["forward_tokens"]["uniform table"] == (25 + 4) * 64
     assert plan["forward_tokens"]["hand-written"] == 2 * 64 and plan["forward_tokens"]["validation"] > 0
     assert "hand-written" in run(*command)[1]
 
@@ -273,6 +273,15 @@ def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Sear
     assert {(row["name"], row["transforms"]) for row in small["baselines"]} == usual | {(best, False), (best, True)}
     predicted = next(row["predicted"] for row in result["additivity"] if row["name"] == "winner")
     assert quality.predicted_kl == pytest.approx(predicted, rel=1e-4)
+
+
+def test_beside_a_layer_that_is_kept_the_rival_is_the_uniform_of_its_pair(search: Search, tmp_path: Path) -> None:
+    result = search(tmp_path / "run", "--budget", "6bit", "--keep", "0:K4V4")
+    rows = {(row["name"], row["transforms"]) for row in result["quality"][0]["baselines"]}
+    assert rows == {("K8V8", False), ("K4V4", False), ("K4V4", True), ("fp8", False)}
+    quality = load_profile(tmp_path / "run/profile.json").quality
+    assert quality is not None and quality.best_uniform is not None
+    assert quality.best_uniform.name.startswith("K4V4")
 
 
 def test_the_gain_over_the_exact_solution_is_reported(search: Search, tmp_path: Path) -> None:

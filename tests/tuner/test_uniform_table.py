@@ -63,7 +63,7 @@ def test_the_largest_is_measured_whole_however_good_a_smaller_one_looks_at_first
     whole = fmean(KLS[4])
     assert found[4] == pytest.approx(whole)
     assert simulator.run == 5 * 3 + 9
-    # The others have the ratio to 4 bits on the first quarter.
+    # The others grow as the KL of 4 bits does.
     assert found == pytest.approx({2: 9.0 * whole, 3: 0.5 * whole, 4: whole, 8: 0.1 * whole, 16: 0.0})
     assert list(found) == list(WIDTHS)
 
@@ -72,7 +72,8 @@ def test_each_budget_has_its_largest_and_shares_what_is_measured(tmp_path: Path)
     found, simulator, _ = measured(tmp_path, [[2], [2, 3, 4], [2, 3, 4], [2, 3, 4, 8]])
     assert {bits: found[bits] for bits in (2, 4, 8)} == pytest.approx({bits: fmean(KLS[bits]) for bits in (2, 4, 8)})
     assert simulator.run == 5 * 3 + 3 * 9
-    assert found[3] == pytest.approx(fmean(KLS[8]) * 0.5 / 0.1)  # beside the best of all that are measured whole
+    growth = sum(fmean(KLS[bits]) for bits in (2, 4, 8)) / sum(KLS[bits][0] for bits in (2, 4, 8))
+    assert found[3] == pytest.approx(0.5 * growth)
 
 
 def test_without_a_uniform_inside_all_have_the_kl_of_the_first_quarter(tmp_path: Path) -> None:
@@ -81,18 +82,22 @@ def test_without_a_uniform_inside_all_have_the_kl_of_the_first_quarter(tmp_path:
     assert simulator.run == 5 * 3
 
 
-def test_beside_one_that_loses_nothing_there_is_no_ratio(tmp_path: Path) -> None:
+def test_beside_one_that_loses_nothing_no_kl_grows(tmp_path: Path) -> None:
     found, _, _ = measured(tmp_path, [[16]])
     assert found == pytest.approx({16: 0.0, **{bits: fmean(KLS[bits][:3]) for bits in (8, 4, 3, 2)}})
 
 
 def test_what_is_no_number_is_told_once_and_has_no_value(tmp_path: Path) -> None:
     broken = {**KLS, 2: [math.nan] * 12, 4: [*KLS[4][:-1], math.inf]}
-    found, _, failed = measured(tmp_path / "all", [[2, 3, 4], [3, 4], [4, 8]], broken)
+    found, _, failed = measured(tmp_path / "three", [[2, 3, 4], [3, 4], [4, 8]], broken)
     assert sorted(failed) == [2, 4]
     assert set(found) == {3, 8, 16}
-    found, _, failed = measured(tmp_path / "one", [[2, 3, 4]], broken)
+    found, simulator, failed = measured(tmp_path / "one", [[2, 3, 4]], broken)
     assert sorted(failed) == [2, 4]
+    # 3 bits take the place of 4, which fail on the last sequence.
+    assert found[3] == pytest.approx(fmean(KLS[3])) and set(found) == {3, 8, 16}
+    assert simulator.run == 5 * 3 + 2 * 9
+    found, _, failed = measured(tmp_path / "none", [[4]], broken)
     assert found == pytest.approx({bits: fmean(KLS[bits][:3]) for bits in (3, 8, 16)})
 
 
@@ -107,7 +112,6 @@ def test_no_more_is_measured_than_a_quarter_of_all_and_the_largest(
     first = min(num_sequences, math.ceil(math.ceil(num_sequences / batch_size) / 4) * batch_size)
     assert simulator.run == 5 * first + 2 * (num_sequences - first)
     assert {bits: found[bits] for bits in (2, 3)} == pytest.approx({bits: fmean(kls[bits]) for bits in (2, 3)})
-    best = min((2, 3), key=found.__getitem__)
-    ratio = fmean(kls[best]) / fmean(kls[best][:first])
+    growth = sum(fmean(kls[bits]) for bits in (2, 3)) / sum(fmean(kls[bits][:first]) for bits in (2, 3))
     for bits in (4, 8, 16):
-        assert found[bits] == pytest.approx(ratio * fmean(kls[bits][:first]))
+        assert found[bits] == pytest.approx(growth * fmean(kls[bits][:first]))

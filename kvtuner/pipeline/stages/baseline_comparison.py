@@ -143,7 +143,7 @@ def largest_uniforms(run: SearchRun, outcome: SearchOutcome) -> list[PrecisionPa
     schemes = {
         pair: scheme_of(run, str(pair), run.uniform(pair, transforms=True), transforms=True)
         for pair in outcome.uniform_kl
-        if pair.is_packed
+        if run.may_be_uniform(pair)
     }
     return largest_pairs([pair for pair, scheme in schemes.items() if outcome.fits(scheme)])
 

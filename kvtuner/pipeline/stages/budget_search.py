@@ -96,9 +96,13 @@ class BudgetSearch:
 
         Pairs whose KL is not finite are left out, which it says.
         """
-        uniforms = self.uniforms()
+        run, uniforms = self.run, self.uniforms()
         inside = [
-            [pair for pair, uniform in uniforms.items() if pair.is_packed and target.is_met(pairs_of(uniform))]
+            [
+                pair
+                for pair, uniform in uniforms.items()
+                if run.may_be_uniform(pair) and target.is_met(pairs_of(uniform))
+            ]
             for target in targets
         ]
         with ProgressBar(desc="uniform K x V", total=self.objective.part(FIRST_PART) * len(uniforms)) as bar:
@@ -107,7 +111,7 @@ class BudgetSearch:
                 uniforms,
                 inside,
                 on_batch=lambda _: bar.update(),
-                on_failure=lambda pair, reason: self.run.leave_out(f"uniform {pair}", reason),
+                on_failure=lambda pair, reason: run.leave_out(f"uniform {pair}", reason),
             )
 
     def space(self, constraint: Constraint) -> SearchSpace:

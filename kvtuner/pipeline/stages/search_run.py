@@ -261,6 +261,10 @@ class SearchRun:
         """One pair for all layers, without transforms or with the best ones."""
         return uniform(self.table, pair, self.options.measurement.score, self.rows, transforms=transforms)
 
+    def may_be_uniform(self, pair: PrecisionPair) -> bool:
+        """Whether a packed pair may stand in all layers, those that are kept among them."""
+        return pair.is_packed and set(self.kept.values()) <= {pair}
+
     def leave_out(self, what: str, reason: str) -> None:
         """Say, here and in the event log, what has no finite KL and takes no further part."""
         self.folder.log("left out", what=what, reason=reason)

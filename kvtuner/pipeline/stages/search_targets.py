@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SearchTarget:
-    """One profile to make: of a budget, which has a constraint, or of a hand-written configuration, which has pairs.
+    """One profile to make: of a budget, which has a constraint, or of a hand-written one, which has pairs and ranks.
 
-    Pairs come with the ranks that will serve them.
     `asked` is the budget, or the configuration with equal neighbours as one range. The suffix ends its files' names; it
     is empty where there is one target. The identity decides the profile besides the measurements, plain JSON values.
     """

@@ -17,10 +17,9 @@ from kvtuner.evaluation.validation import COMPARED_PAIRS
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.scale_words import competing_layouts
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.tuner.objective import RACE
-from kvtuner.tuner.uniform_table import FIRST_PART, largest_pairs
+from kvtuner.tuner.uniform_table import FIRST_PART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +55,7 @@ def forward_tokens_ahead(
     }
     if isinstance(options, SearchOptions):
         trials = _trials_of(options, targets)
-        uniforms, on_all = _uniform_pairs(shape, quant, targets)
+        uniforms, on_all = _uniform_pairs(shape, quant, len(targets))
         # All pairs run on a part of the sequences, and the largest of the budgets on the others too.
         num_batches = -(-source.num_sequences[1] // measurement.batch_size)
         first = min(select, -(-num_batches // FIRST_PART) * measurement.batch_size * source.sequence_length)
@@ -89,7 +88,7 @@ def weight_reads_ahead(
     if isinstance(options, SearchOptions):
         trials = _trials_of(options, targets)
         of_trial = max(select, min(source.num_sequences[1], 1 + len(RACE)))
-        ahead["uniform table"] = select * (1 + sum(_uniform_pairs(shape, quant, targets)))
+        ahead["uniform table"] = select * (1 + sum(_uniform_pairs(shape, quant, len(targets))))
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select + trials * of_trial
         ahead["validation"] = 2 * report * (_validated_schemes(targets) + 1)
     return ahead
@@ -115,16 +114,16 @@ def _isolated_runs(num_sequences: int, shape: ModelShape, quant: QuantizationOpt
     return candidates, isolated_sequences(shape.geometry.num_layers, num_sequences)
 
 
-def _uniform_pairs(shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]) -> tuple[int, int]:
-    """The numbers of uniform pairs, and of those that are measured on all sequences.
+def _uniform_pairs(shape: ModelShape, quant: QuantizationOptions, num_targets: int) -> tuple[int, int]:
+    """The numbers of uniform pairs, and of those that are measured on all sequences, at most.
 
-    There is one for each width of keys, 16 bits among them, and each of values; a latent has one side.
+    There is one for each width of keys, 16 bits among them, and each of values; a latent has one side. Of the largest
+    pairs inside a budget no two have keys of one width.
     """
-    widths = [*quant.widths, NATIVE_BITS]
-    pairs = [PrecisionPair(k, v) for k in widths for v in (widths if "v" in shape.geometry.sides else [k])]
-    packed, num_layers = [pair for pair in pairs if pair.is_packed], shape.geometry.num_layers
-    inside = ([pair for pair in packed if target.is_met([pair] * num_layers)] for target in targets)
-    return len(pairs), len({pair for some in inside for pair in largest_pairs(some)})
+    widths = len(quant.widths)
+    num_pairs = int((widths + 1) ** len(shape.geometry.sides))
+    largest = widths if len(shape.geometry.sides) > 1 else 1
+    return num_pairs, min(num_pairs, num_targets * largest)
 
 
 def _validated_schemes(targets: Sequence[SearchTarget]) -> int:
