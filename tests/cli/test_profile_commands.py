@@ -308,8 +308,8 @@ def test_a_plan_counts_the_comparison_and_sizes_rows_as_they_are_for_both(run_se
         for words in (("--word-bits", "32"), ())
     )
     assert auto["uniform"] == plain["uniform"]
-    # Two sequences of 64 tokens: the exact model twice, and two sides in two layouts at three widths.
-    assert auto["forward_tokens"].pop("scale layouts") == 128 * (2 + 12)
+    # Two sequences of 64 tokens: the exact model twice, and two sides in two layouts.
+    assert auto["forward_tokens"].pop("scale layouts") == 128 * (2 + 4)
     auto["forward_tokens"].pop("total")
     assert auto["forward_tokens"].items() <= plain["forward_tokens"].items()
 
