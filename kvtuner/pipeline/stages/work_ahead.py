@@ -88,7 +88,7 @@ def weight_reads_ahead(
     if isinstance(options, SearchOptions):
         trials = _trials_of(options, targets)
         of_trial = max(select, min(source.num_sequences[1], 1 + len(RACE)))
-        ahead["uniform table"] = select * (1 + sum(_uniform_pairs(shape, quant, len(targets))))
+        ahead["uniform table"] = select * (2 + sum(_uniform_pairs(shape, quant, len(targets))))  # exactly, in two parts
         ahead["refinement" if targets[0].pairs is None else "hand-written"] = select + trials * of_trial
         ahead["validation"] = 2 * report * (_validated_schemes(targets) + 1)
     return ahead

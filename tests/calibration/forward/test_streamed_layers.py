@@ -80,7 +80,7 @@ def test_a_search_writes_the_profile_of_the_model_in_memory(run: RunCommand, tmp
     took = {event["name"]: event["weight_reads"] for event in events if event["event"] == "phase"}
     assert set(took) == {"scale layouts", "calibration", "uniform table", "refinement 3bit", "validation"}
     assert all(reads <= most[name] for name, reads in took.items())
-    assert all(took[name] == most[name] for name in ("scale layouts", "uniform table", "validation"))
+    assert took["scale layouts"] == most["scale layouts"]  # others end early, or need less than the most
     assert ahead["total"] == sum(number for name, number in ahead.items() if name != "total")
 
 
