@@ -31,9 +31,12 @@ def exaone(base: float = 1e6, **fields: Any) -> Exaone4Config:
         {"layer_types": [F] * 4, "sliding_window_pattern": "G"},
     ],
 )
-def test_an_exaone_4_whose_word_makes_its_layers_is_served(fields: dict[str, Any]) -> None:
+def test_an_exaone_4_is_served_by_the_word_that_makes_its_layers_and_by_no_other(fields: dict[str, Any]) -> None:
     config = exaone(**fields)
     refuse_other_positions(config, config)
+    config.sliding_window_pattern = "LLG"
+    with pytest.raises(UnsupportedModelError, match="this model has 'LLG' in its place"):
+        refuse_other_positions(config, config)
 
 
 @pytest.mark.parametrize(("pattern", "shown"), [(2, "2"), ("LLG", "'LLG'"), (None, "None")])
