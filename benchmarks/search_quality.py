@@ -32,7 +32,7 @@ import numpy as np
 import optuna
 from search_parts.greedy import greedy
 
-from kvtuner.calibration.isolated_kl import isolated_candidates, isolated_sequences
+from kvtuner.calibration.isolated.candidates import isolated_candidates, isolated_sequences
 from kvtuner.cli.command import add_options, add_switch
 from kvtuner.errors import BudgetError, SearchSpaceError
 from kvtuner.evaluation.validation import SequenceSums, Validator, kl_difference, pooled

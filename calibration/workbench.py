@@ -12,12 +12,13 @@ from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import Simulator
 from kvtuner.calibration.images.image_check import check_images
-from kvtuner.calibration.isolated_kl import (
+from kvtuner.calibration.isolated.candidates import (
+    CandidateRace,
     isolated_candidates,
     isolated_sequences,
-    measure_isolated,
     with_isolated_kl,
 )
+from kvtuner.calibration.isolated.forwards import measure_isolated
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
 from kvtuner.calibration.shared_passes import shared_candidates, shared_constants
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.corpus import Corpus, SplitName
     from kvtuner.calibration.model_loading import LoadedModel, ModelSource
-    from kvtuner.calibration.sensitivity import LayerConstants
+    from kvtuner.calibration.sensitivity import Candidate, LayerConstants
     from kvtuner.read_plan_names import ReadPlanName
 
 IDENTITY_FILE = "run.json"
-MEASUREMENT = 7
+MEASUREMENT = 8
 """The version of the measurement; increase it when the same model, data and options would give other numbers."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 
@@ -258,8 +259,14 @@ def _measure_isolated(
     most = isolated_sequences(table.geometry.num_layers, bench.corpus.splits["calibrate"].shape[0])
     batches = list(islice(bench.batches("calibrate"), -(-most // bench.options.batch_size)))
     folder.log("isolated", candidates=len(candidates), batches=len(batches))
+
+    def fisher_of(num_batches: int) -> tuple[dict[Candidate, float], int]:
+        same = _candidates_of(bench, batches[:num_batches], folder, table.constants, bool(table.pairs))
+        return {candidate: scores.fisher for candidate, scores in same.scores().items()}, same.num_sequences
+
+    race = CandidateRace(table.scores, fisher_of, sum(len(batch.input_ids) for batch in batches))
     with ProgressBar(desc="isolated KL", total=len(candidates) * len(batches), unit="fwd") as bar:
-        measured = measure_isolated(
+        finite = measure_isolated(
             bench.chain,
             batches,
             candidates,
@@ -269,14 +276,14 @@ def _measure_isolated(
             folder=folder,
             identity=sha256_of(table.identity),
             on_forward=bar.update,
+            losers_of=race.losers,
         )
     for candidate in candidates:
-        if candidate not in measured:
+        if candidate not in finite:
             reason = "its isolated KL is not finite"
             folder.log("left out", **asdict(candidate), reason=reason)
             if on_left_out is not None:
                 place = f"layer {candidate.layer} {candidate.side}{candidate.bits}"
                 on_left_out(f"{place} with transform {candidate.transform} is left out: {reason}")
-    same = _candidates_of(bench, batches, folder, table.constants, bool(table.pairs))
-    fisher = {candidate: scores.fisher for candidate, scores in same.scores().items()}
-    return replace(table, scores=with_isolated_kl(table.scores, measured, fisher, same.num_sequences))
+    measured = {candidate: race.measured[candidate] for candidate in finite}
+    return replace(table, scores=with_isolated_kl(table.scores, measured))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from refined_constants import refined_constants
 
-from kvtuner.calibration.isolated_kl import measure_isolated
+from kvtuner.calibration.isolated.forwards import measure_isolated
 from kvtuner.evaluation.statistics import bootstrap_mean
 from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptions, SearchOptions
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtuner.calibration.isolated_kl import (
-    JOURNAL,
+from kvtuner.calibration.isolated.candidates import (
+    MeasuredScore,
     isolated_candidates,
     isolated_sequences,
-    measure_isolated,
     with_isolated_kl,
 )
+from kvtuner.calibration.isolated.forwards import JOURNAL, measure_isolated
 from kvtuner.calibration.sensitivity import Candidate
 from kvtuner.calibration.shared_passes import CANDIDATES
 from kvtuner.pipeline.options import CalibrateOptions, DataOptions, MeasurementOptions, ModelOptions
@@ -110,13 +110,12 @@ class SequenceJudge:
         fisher = self.fisher[:, chosen].mean(axis=1)
         narrowest = min(self.table.widths)
         measured = {
-            c: (float(kl[i, chosen[:most]].mean()), float(self.fisher[i, chosen[:most]].mean()))
+            c: MeasuredScore(float(kl[i, chosen[:most]].mean()), float(self.fisher[i, chosen[:most]].mean()), most)
             for i, c in enumerate(self.candidates)
             if c.bits == narrowest
         }
         scores = {c: replace(self.table.scores[c], fisher=f) for c, f in zip(self.candidates, fisher, strict=True)}
-        same = {c: on_both[1] for c, on_both in measured.items()}
-        filled = with_isolated_kl(scores, {c: on_both[0] for c, on_both in measured.items()}, same, most)
+        filled = with_isolated_kl(scores, measured)
         return np.array([filled[c].kl for c in self.candidates])
 
     def total(self, estimated: NDArray[np.float64], kl: NDArray[np.float64], budget: Budget) -> float:

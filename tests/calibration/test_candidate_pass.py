@@ -22,7 +22,7 @@ from kvtuner.calibration import candidate_pass as measure_module
 from kvtuner.calibration import row_sample
 from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.read_plan import ReadPlan
-from kvtuner.calibration.isolated_kl import measure_isolated
+from kvtuner.calibration.isolated.forwards import measure_isolated
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvtuner.calibration import isolated_kl
 from kvtuner.calibration import workbench as calibrate_module
 from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
-from kvtuner.calibration.isolated_kl import JOURNAL, MEASURED_TRANSFORMS
+from kvtuner.calibration.isolated import candidates, forwards
+from kvtuner.calibration.isolated.candidates import MEASURED_TRANSFORMS
+from kvtuner.calibration.isolated.forwards import JOURNAL
 from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, Candidate, SensitivityTable, missing_candidates
@@ -68,9 +69,10 @@ def bench_of(load_tiny: LoadTiny, corpus_file: Path) -> Callable[..., Workbench]
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_transform_is_too_bad() -> Iterator[None]:
-    """Lets the first transforms of every place be measured, so that forwards can be counted."""
+    """Lets the first transforms of every place be measured on all batches, so that forwards can be counted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolated_kl, "LARGEST_FISHER_RATIO", math.inf)
+        patch.setattr(candidates, "LARGEST_FISHER_RATIO", math.inf)
+        patch.setattr(forwards, "stages", lambda num_batches: [num_batches])
         yield
 
 
@@ -159,7 +161,7 @@ def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
 def test_a_deeper_model_measures_isolated_kl_on_fewer_sequences_beside_their_own_fisher_score(
     bench_of: Callable[..., Workbench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated_kl, "LAYERS_TIMES_SEQUENCES", 3)
+    monkeypatch.setattr(candidates, "LAYERS_TIMES_SEQUENCES", 3)
     folder, bench = RunFolder(tmp_path), bench_of()
     table = measure_table(bench, folder)
     lines = list(folder.records(JOURNAL))

@@ -67,7 +67,7 @@ def test_the_same_seed_gives_the_same_profile_bytes(
 ) -> None:
     # More trials than warm starts, so that races, the sampler and the surrogate take part; then two at a time.
     first = search(tmp_path / "a", "--budget", "3bit", "--seed", "7", trials=40)
-    for module in ("forward.simulator", "isolated_kl"):
+    for module in ("forward.simulator", "isolated.forwards"):
         monkeypatch.setattr(f"kvtuner.calibration.{module}.num_workers", lambda _: 2)
     second = search(tmp_path / "b", "--budget", "3bit", "--seed", "7", trials=40)
     assert first["profile"] != second["profile"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.auto_settings.window_lengths import lengths_for
 from kvtuner.calibration.forward.streamed_layers import SEQUENCES_AT_ONCE
-from kvtuner.calibration.isolated_kl import MEASURED_TRANSFORMS, isolated_sequences
+from kvtuner.calibration.isolated.candidates import MEASURED_TRANSFORMS, isolated_sequences, stages
 from kvtuner.evaluation.validation import COMPARED_PAIRS
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
@@ -72,18 +73,23 @@ def weight_reads_ahead(
     """How often each part of a model that is streamed reads all of its layers, at most.
 
     All sequences pass a layer together, `SEQUENCES_AT_ONCE` at a time, but runs that depend on each other do not.
+    Counted is one worker that is not interrupted: what another one has done of a configuration is not read together.
     """
     source = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
     calibrate, select, report = (-(-count // SEQUENCES_AT_ONCE) for count in source.num_sequences)
     isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
-    together = -(-isolated * shape.geometry.num_layers * sequences // SEQUENCES_AT_ONCE)
+    # After each stage candidates lose, so the next one begins with exact runs of its own batches.
+    ends = stages(-(-sequences // options.measurement.batch_size))
+    runs = [isolated * shape.geometry.num_layers * (end - begin) for begin, end in pairwise([0, *ends])]
     layouts, lengths = _compared_settings(options.measurement, shape, quant, source.sequence_length)
     ahead = {
         **({"window length": calibrate * (3 + 2 * len(lengths))} if lengths else {}),
         **({"scale layouts": calibrate * (3 + layouts)} if layouts else {}),
         "statistics": calibrate,
         "candidates": 3 * calibrate,  # up, down, and the last layers
-        "isolated KL": 1 + together if options.measurement.score == "kl" else 0,
+        "isolated KL": sum(1 - (-count // SEQUENCES_AT_ONCE) for count in runs)
+        if options.measurement.score == "kl"
+        else 0,
     }
     if isinstance(options, SearchOptions):
         trials = _trials_of(options, targets)

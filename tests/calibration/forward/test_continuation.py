@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtuner.calibration import isolated_kl
 from kvtuner.calibration.forward import continuation, simulator
 from kvtuner.calibration.forward.continuation import NO_PROMPT, PROMPT_BYTES, prompt_bytes, run_prompt
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
-from kvtuner.calibration.isolated_kl import measure_isolated
+from kvtuner.calibration.isolated import forwards
+from kvtuner.calibration.isolated.forwards import measure_isolated
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import Candidate
 from kvtuner.calibration.transform_statistics import measure_constants
@@ -161,7 +161,7 @@ def test_an_isolated_forward_needs_no_prompt(
     candidates = [Candidate(0, "k", 4, "none"), Candidate(2, "v", 2, "hadamard")]
     found = []
     for name, limit in (("kept", 1 << 30), ("whole", 0)):
-        monkeypatch.setattr(isolated_kl, "PROMPT_BYTES", limit)
+        monkeypatch.setattr(forwards, "PROMPT_BYTES", limit)
         folder = RunFolder(tmp_path / name)
         folder.create()
         found.append(

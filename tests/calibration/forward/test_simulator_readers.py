@@ -10,7 +10,7 @@ from oracles.quantized_reads import served_logits
 
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator, quantized_attention
-from kvtuner.calibration.isolated_kl import measure_isolated, spec_of
+from kvtuner.calibration.isolated.forwards import measure_isolated, spec_of
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import Candidate
 from kvtuner.calibration.transform_statistics import measure_constants

@@ -23,7 +23,7 @@ from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.calibration.images.decoder_with_images import run_decoder
 from kvtuner.calibration.images.sequence_images import SequenceImages
-from kvtuner.calibration.isolated_kl import spec_of
+from kvtuner.calibration.isolated.forwards import spec_of
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import CorpusError, UnsupportedModelError
 from kvtuner.precision import ExactWindow

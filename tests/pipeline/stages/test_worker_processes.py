@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtuner.calibration.isolated_kl import JOURNAL as ISOLATED
+from kvtuner.calibration.isolated.forwards import JOURNAL as ISOLATED
 from kvtuner.calibration.shared_passes import CANDIDATES, STATISTICS
 from kvtuner.evaluation.validation import JOURNAL as VALIDATION
 from kvtuner.pipeline.stages.budget_search import REFINEMENTS

@@ -1,6 +1,6 @@
 """Isolated forward KL: one side of one layer is quantized at one width, everything else is exact.
 
-It is measured where Fisher scores, which are local, could be wrong, and on few sequences: it corrects those scores.
+Which candidates have one, and on how many sequences, is for `kvtuner.calibration.isolated.candidates`.
 
 Every result is journalled as it is measured, so that a killed run repeats at most one forward: that of one candidate
 over the sequences that run in parallel. Knows no budgets.
@@ -9,23 +9,22 @@ over the sequences that run in parallel. Knows no budgets.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_sequences
 from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
+from kvtuner.calibration.isolated.candidates import place_of, stages
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, divergence
-from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
+from kvtuner.calibration.sensitivity import Candidate, LayerConstants
 from kvtuner.calibration.vocabulary_sample import logits_to_compare
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
-from kvtuner.precision import SIDES, Side
 from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.attention_hook import AttentionHook
@@ -38,82 +37,6 @@ if TYPE_CHECKING:
     from kvtuner.run_folder import RunFolder
 
 JOURNAL = "isolated.jsonl"
-
-
-MEASURED_TRANSFORMS: Final = 2
-"""The transforms of a layer and side that are measured: those that the Fisher score puts first."""
-LARGEST_FISHER_RATIO: Final = 2.5
-"""The Fisher score, as a multiple of the least, beyond which a transform is not measured."""
-LAYERS_TIMES_SEQUENCES: Final = 48
-"""Layers times the sequences that their isolated KL is measured on, so that the forwards grow with depth alone."""
-CHANCE: Final = 0.4
-"""The logarithm of the factor between KL and Fisher score that is chance on one sequence: 1.5."""
-
-
-def isolated_sequences(num_layers: int, num_sequences: int) -> int:
-    """The sequences that isolated KL is measured on, of those of the calibration."""
-    return min(num_sequences, -(-LAYERS_TIMES_SEQUENCES // num_layers))
-
-
-def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
-    """The candidates whose isolated KL decides something: at the narrowest width the first few transforms by Fisher.
-
-    Errors are largest there, and the Fisher score is local. Above, it is the KL, see `with_isolated_kl`.
-    """
-    isolated: list[Candidate] = []
-    for (_, _, bits), alternatives in _by_place(scores).items():
-        if bits > min(candidate.bits for candidate in scores):
-            continue
-        most = LARGEST_FISHER_RATIO * scores[alternatives[0]].fisher
-        first = alternatives[:MEASURED_TRANSFORMS]
-        isolated += [first[0], *(candidate for candidate in first[1:] if scores[candidate].fisher <= most)]
-    return isolated
-
-
-def with_isolated_kl(
-    scores: Mapping[Candidate, CandidateScores],
-    measured: Mapping[Candidate, float],
-    fisher: Mapping[Candidate, float],
-    num_sequences: int,
-) -> dict[Candidate, CandidateScores]:
-    """The scores with a KL for each candidate that was measured, and above for the transform that Fisher puts first.
-
-    The Fisher score is the KL to second order, on all sequences. Of what was measured it is multiplied by the ratio of
-    `measured` KL to `fisher` score on the same `num_sequences` sequences, less the factor that chance explains. So KL
-    of few sequences tells where the second order is wrong, and no sequence decides by its own difficulty.
-    """
-    narrowest = min(candidate.bits for candidate in scores)
-    chance = CHANCE / math.sqrt(num_sequences)
-    kl = {
-        alternatives[0]: scores[alternatives[0]].fisher
-        for (_, _, bits), alternatives in _by_place(scores).items()
-        if bits > narrowest
-    }
-    for candidate, measured_kl in measured.items():
-        kl[candidate] = scores[candidate].fisher * _beyond_chance(measured_kl, fisher[candidate], chance)
-    return {candidate: replace(s, kl=kl.get(candidate, s.kl)) for candidate, s in scores.items()}
-
-
-def _beyond_chance(kl: float, fisher: float, chance: float) -> float:
-    """The factor from a Fisher score to a KL, nearer to one by what chance explains, a logarithm; one without error."""
-    if kl <= 0 or fisher <= 0:
-        return 1.0
-    log_ratio = math.log(kl / fisher)
-    return math.exp(math.copysign(max(0.0, abs(log_ratio) - chance), log_ratio))
-
-
-def _by_place(scores: Mapping[Candidate, CandidateScores]) -> dict[tuple[int, Side, int], list[Candidate]]:
-    """The candidates of every layer, side and width, in this order, by ascending Fisher score."""
-    layers = sorted({candidate.layer for candidate in scores})
-    widths = sorted({candidate.bits for candidate in scores})
-    sides = [side for side in SIDES if any(candidate.side == side for candidate in scores)]  # a latent stands as keys
-    return {
-        place: sorted(
-            (candidate for candidate in scores if (candidate.layer, candidate.side, candidate.bits) == place),
-            key=lambda candidate: scores[candidate].fisher,
-        )
-        for place in product(layers, sides, widths)
-    }
 
 
 def spec_of(candidate: Candidate, constants: Mapping[int, LayerConstants], options: QuantizationOptions) -> LayerSpec:
@@ -135,12 +58,18 @@ def measure_isolated(
     folder: RunFolder,
     identity: str,
     on_forward: Callable[[], None] | None = None,
+    losers_of: Callable[[Mapping[Candidate, float], int], Collection[Candidate]] | None = None,
 ) -> dict[Candidate, float]:
     """Mean KL per scored token of every candidate whose KL is finite, nats.
 
     Each candidate's forward starts at its own layer, from the exact residual stream of the tokens after the prompt.
     Journal lines of another `identity`, the hash of all that decides the measurement, are not used. `on_forward` is
-    called after each forward, run now or read from the journal.
+    called once for each candidate and batch: after its forward, run now or read from the journal, or once it is clear
+    that there will be none.
+
+    `losers_of` gets the means of all candidates that are left on the first batches, and the number of these batches:
+    one, two, four and so on. Those that it names are measured on no more, unless no other one of the layer, side and
+    width stays finite. Their mean is that of the batches that they were measured on.
 
     Raises:
         NonFiniteActivationError: All candidates of one width of one side of a layer drive the model to NaN or
@@ -159,8 +88,16 @@ def measure_isolated(
         held_groups=measurement.runs,
         at_once=num_workers(chain.model),
     )
-    queue.finish(measurement.items(), on_done=measurement.tell)
-    return measurement.mean_kl()
+    num_batches = len(measurement.batches)
+    for count in [num_batches] if losers_of is None else stages(num_batches):
+        queue.finish(measurement.items(count), on_done=measurement.tell)
+        while measurement.readmit(count):
+            queue.finish(measurement.items(count), on_done=measurement.tell)
+        means = measurement.mean_kl(count)
+        if losers_of is not None:
+            left = {candidate: kl for candidate, kl in means.items() if candidate not in measurement.stopped}
+            measurement.stop(losers_of(left, count), count)
+    return means
 
 
 def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
@@ -192,6 +129,7 @@ class _Measurement:
 
     Attributes:
         runs: The exact runs at hand, by batch.
+        stopped: The number of batches of every candidate that is not measured on all of them.
     """
 
     chain: DecoderChain
@@ -203,13 +141,30 @@ class _Measurement:
     journal: Journal
     on_forward: Callable[[], None] | None
     runs: dict[int, _ExactRun] = field(default_factory=dict)
-    _broken: set[Candidate] = field(default_factory=set)
+    stopped: dict[Candidate, int] = field(default_factory=dict)
+    _broken: dict[Candidate, int] = field(default_factory=dict)  # the first batch on which it is not finite
     _told: set[tuple[int, Candidate]] = field(default_factory=set)
 
-    def items(self) -> list[_Item]:
-        """All items, batch by batch."""
+    def items(self, num_batches: int) -> list[_Item]:
+        """All items of the first batches, batch by batch."""
         layers = sorted({candidate.layer for candidate in self.candidates})
-        return [(place, layer) for place in range(len(self.batches)) for layer in layers]
+        return [(place, layer) for place in range(num_batches) for layer in layers]
+
+    def stop(self, candidates: Iterable[Candidate], num_batches: int) -> None:
+        """Measure some candidates on no more than so many batches."""
+        for candidate in candidates:
+            self.stopped.setdefault(candidate, num_batches)
+            for place in range(num_batches, len(self.batches)):
+                self._tell(place, candidate)
+
+    def readmit(self, num_batches: int) -> bool:
+        """Whether some go on that were stopped, as no other candidate of their place is finite on the first batches."""
+        finite = self._finite(num_batches)
+        left = {place_of(candidate) for candidate in finite if candidate not in self.stopped}
+        again = [candidate for candidate in finite if place_of(candidate) not in left]
+        for candidate in again:
+            del self.stopped[candidate]
+        return bool(again)
 
     def candidates_of(self, layer: int) -> list[Candidate]:
         """The candidates of a layer."""
@@ -218,11 +173,12 @@ class _Measurement:
     def refresh(self) -> None:
         """Read what was journalled since."""
         self.journal.refresh()
-        places = range(len(self.batches))
         for candidate in self.candidates:
-            records = (self._record(place, candidate) for place in places)
-            if any(record is not None and record["kl_sum"] is None for record in records):
-                self._broken.add(candidate)
+            for place in range(len(self.batches)):
+                record = self._record(place, candidate)
+                if record is not None and record["kl_sum"] is None:
+                    self._broken[candidate] = place
+                    break
 
     def is_done(self, item: _Item) -> bool:
         """Whether the journal has all candidates of an item, but those that it need not have."""
@@ -267,13 +223,18 @@ class _Measurement:
                 self._tell(place, candidate)
 
     def _missing(self, item: _Item) -> list[Candidate]:
-        """The candidates of an item that the journal lacks, but those that are not finite on another batch."""
+        """The candidates of an item that the journal lacks, but those stopped, or not finite on an earlier batch."""
         place, layer = item
         return [
             candidate
             for candidate in self.candidates_of(layer)
-            if candidate not in self._broken and self._record(place, candidate) is None
+            if place < min(of.get(candidate, len(self.batches)) for of in (self._broken, self.stopped))
+            and self._record(place, candidate) is None
         ]
+
+    def _finite(self, num_batches: int) -> list[Candidate]:
+        """The candidates that are finite on the first batches, as far as they were measured."""
+        return [candidate for candidate in self.candidates if self._broken.get(candidate, num_batches) >= num_batches]
 
     def _record(self, place: int, candidate: Candidate) -> Mapping[str, Any] | None:
         return self.journal.known((self.batches[place].index, candidate))
@@ -291,22 +252,26 @@ class _Measurement:
         kl = float(divergence(run.head, run.reference, scored).sum())
         return kl if math.isfinite(kl) else None
 
-    def mean_kl(self) -> dict[Candidate, float]:
-        """The mean KL per scored token of every candidate whose KL is finite, summed batch by batch."""
-        num_tokens = sum(len(batch.input_ids) * len(batch.scored_places(self.plan)) for batch in self.batches)
-        finite = [candidate for candidate in self.candidates if candidate not in self._broken]
+    def mean_kl(self, num_batches: int) -> dict[Candidate, float]:
+        """The mean KL per scored token of every candidate that is finite on the first batches, summed batch by batch.
+
+        Of a candidate that was stopped it is the mean until then.
+        """
+        tokens = [len(batch.input_ids) * len(batch.scored_places(self.plan)) for batch in self.batches]
+        finite = self._finite(num_batches)
         self._refuse_place_without(finite)
         means = {}
         for candidate in finite:
-            records = [self._record(place, candidate) for place in range(len(self.batches))]
-            means[candidate] = sum(record["kl_sum"] for record in records if record is not None) / num_tokens
+            count = min(num_batches, self.stopped.get(candidate, num_batches))
+            records = [self.journal.record((batch.index, candidate)) for batch in self.batches[:count]]
+            means[candidate] = sum(record["kl_sum"] for record in records) / sum(tokens[:count])
         return means
 
     def _refuse_place_without(self, finite: Sequence[Candidate]) -> None:
         """Refuse a model that stays finite under no candidate of a layer, side and width."""
-        left = {(candidate.layer, candidate.side, candidate.bits) for candidate in finite}
+        left = {place_of(candidate) for candidate in finite}
         for candidate in self.candidates:
-            if (candidate.layer, candidate.side, candidate.bits) not in left:
+            if place_of(candidate) not in left:
                 side = "keys" if candidate.side == "k" else "values"
                 raise NonFiniteActivationError(
                     f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or"

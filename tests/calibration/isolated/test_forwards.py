@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtuner.calibration import isolated_kl as isolated
 from kvtuner.calibration.forward import parallel_sequences
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
-from kvtuner.calibration.isolated_kl import (
-    JOURNAL,
-    isolated_candidates,
-    isolated_sequences,
-    measure_isolated,
-    spec_of,
-    with_isolated_kl,
-)
+from kvtuner.calibration.isolated import forwards as isolated
+from kvtuner.calibration.isolated.forwards import JOURNAL, measure_isolated, spec_of
 from kvtuner.calibration.quantization_options import QuantizationOptions
-from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
+from kvtuner.calibration.sensitivity import Candidate, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import SEARCHED_BITS, SIDES, ScaleLayout
+from kvtuner.precision import ScaleLayout
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
-from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from fixture_types import RandomBatches
@@ -243,66 +235,6 @@ def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Pa
     assert len(progress) == 2 * 3 * len(CANDIDATES)
 
 
-def scored(fisher: Callable[[int, int], float]) -> dict[Candidate, CandidateScores]:
-    """The scores of two layers, Fisher's by layer and place of the transform; e_o says the opposite."""
-    scores = {}
-    for layer, side, bits in itertools.product(range(2), SIDES, SEARCHED_BITS):
-        for rank, transform in enumerate(candidate_transforms(side)):
-            value = fisher(layer, rank)
-            scores[Candidate(layer, side, bits, transform)] = CandidateScores(1.0, 1.0, -value, value)
-    return scores
-
-
-def test_the_two_transforms_that_fisher_puts_first_are_measured_at_2_bits_and_none_above() -> None:
-    # The best of layer 0 is its first transform, of layer 1 its last.
-    scores = scored(lambda layer, rank: 1 + 0.1 * (rank if layer == 0 else 9 - rank))
-    chosen = isolated_candidates(scores)
-    assert len(chosen) == len(set(chosen)) == 2 * 2 * 2
-    for layer, side in itertools.product(range(2), SIDES):
-        order = candidate_transforms(side) if layer == 0 else tuple(reversed(candidate_transforms(side)))
-        of = [(c.bits, c.transform) for c in chosen if (c.layer, c.side) == (layer, side)]
-        assert of == [(2, order[0]), (2, order[1])]
-
-
-def test_a_transform_far_behind_the_first_is_not_measured() -> None:
-    for behind, count in ((2.49, 2), (2.51, 1)):
-        chosen = isolated_candidates(scored(lambda _, rank, behind=behind: 1.0 if rank == 0 else behind))
-        assert [len([c for c in chosen if (c.layer, c.side, c.bits) == (0, "k", 2)])] == [count]
-
-
-def test_above_2_bits_the_least_fisher_score_stands_for_the_kl() -> None:
-    scores = scored(lambda layer, rank: 1.0 + layer + rank)
-    filled = with_isolated_kl(scores, {}, {}, 1)
-    with_kl = {(c.layer, c.side, c.bits, c.transform): s.kl for c, s in filled.items() if s.kl is not None}
-    assert with_kl == {(layer, side, b, "none"): 1.0 + layer for layer in range(2) for side in SIDES for b in (4, 8)}
-
-
-@pytest.mark.parametrize(("num_sequences", "chance"), [(1, 1.4918), (4, 1.2214), (16, 1.1052)])
-def test_kl_of_few_sequences_moves_a_score_by_what_chance_does_not_explain(num_sequences: int, chance: float) -> None:
-    scores = scored(lambda layer, rank: 1.0 + layer + rank)
-    candidates = [c for c in isolated_candidates(scores) if (c.layer, c.bits, c.transform) == (0, 2, "none")]
-    worse, better = candidates
-    # Sequences three times as hard as all of them: only the ratio of both scores counts.
-    fisher = dict.fromkeys(candidates, 3.0)
-    for factor in (chance * 0.999, 1 / chance * 1.001):
-        same = with_isolated_kl(scores, {worse: 3 * factor}, fisher, num_sequences)
-        assert same[worse].kl == 1.0
-    filled = with_isolated_kl(scores, {worse: 3 * 5.0, better: 3 / 5.0}, fisher, num_sequences)
-    assert filled[worse].kl == pytest.approx(5.0 / chance, rel=1e-3)
-    assert filled[better].kl == pytest.approx(chance / 5.0, rel=1e-3)
-
-
-def test_a_candidate_without_an_error_keeps_its_fisher_score() -> None:
-    scores = scored(lambda layer, rank: 0.0 if rank == 0 else 1.0 + layer)
-    first = isolated_candidates(scores)[0]
-    assert with_isolated_kl(scores, {first: 0.0}, {first: 0.0}, 2)[first].kl == 0.0
-
-
-def test_layers_times_sequences_stay_the_same_as_models_get_deeper() -> None:
-    assert [isolated_sequences(num_layers, 100) for num_layers in (1, 6, 12, 24, 48, 96)] == [48, 8, 4, 2, 1, 1]
-    assert isolated_sequences(6, 3) == 3
-
-
 def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_again(
     setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +279,97 @@ def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_a
     assert [record["kl_sum"] for record in folder.records(JOURNAL)].count(None) == 1
     assert measure(folder) == found
     assert folder.file(JOURNAL).read_bytes() == lines
+
+
+@dataclass
+class StopAfter:
+    """Names candidates as losers after so many batches, and keeps what it was told."""
+
+    batches_of: dict[Candidate, int]
+    rounds: list[tuple[set[Candidate], int]] = field(default_factory=list)
+
+    def __call__(self, kl: Mapping[Candidate, float], num_batches: int) -> list[Candidate]:
+        self.rounds.append((set(kl), num_batches))
+        return [candidate for candidate in kl if self.batches_of.get(candidate) == num_batches]
+
+
+def test_a_loser_is_measured_on_no_more_batches_and_has_the_mean_of_its_own(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, tmp_path: Path
+) -> None:
+    chain, batches = chain_of("llama-gqa"), random_batches(5, TOKENS)
+    constants = measure_constants(chain, batches)
+    losers = {CANDIDATES[0]: 1, CANDIDATES[3]: 2, CANDIDATES[5]: 4}
+    rivals = [replace(c, transform="hadamard" if c.transform == "none" else "none") for c in losers]
+    settings: dict[str, Any] = {"plan": DECODE, "options": DEFAULTS, "identity": "mine"}
+    candidates = [*CANDIDATES, *rivals]
+    ticks: list[int] = []
+
+    def measure(folder: RunFolder, batches: Sequence[Batch], **how: Any) -> dict[Candidate, float]:
+        ticks.clear()
+        folder.create()
+        how["on_forward"] = lambda: ticks.append(1)
+        return measure_isolated(chain, batches, candidates, constants, folder=folder, **settings, **how)
+
+    folder, race = RunFolder(tmp_path / "raced"), StopAfter(losers)
+    found = measure(folder, batches, losers_of=race)
+    for candidate in candidates:
+        count = losers.get(candidate, 5)
+        alone = measure(RunFolder(tmp_path / f"whole{count}"), batches[:count])
+        assert found[candidate] == pytest.approx(alone[candidate], rel=1e-12)
+    left = [{c for c in candidates if losers.get(c, 5) >= count} for count in (1, 2, 4, 5)]
+    assert race.rounds == list(zip(left, (1, 2, 4, 5), strict=True))
+    lines = folder.file(JOURNAL).read_bytes()
+    assert len(lines.splitlines()) == 5 * len(candidates) - 4 - 3 - 1
+    again = measure(folder, batches, losers_of=StopAfter(losers))
+    assert again == found
+    assert len(ticks) == 5 * len(candidates)
+    assert folder.file(JOURNAL).read_bytes() == lines
+
+
+def test_a_loser_goes_on_where_what_beat_it_is_not_finite_on_later_batches(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches, constants = setting
+    winner = CANDIDATES[0]
+    loser = replace(winner, transform="hadamard" if winner.transform == "none" else "none")
+    candidates, kl_sum = [winner, loser, *CANDIDATES[1:]], isolated._Measurement._kl_sum
+    settings: dict[str, Any] = {"plan": DECODE, "options": DEFAULTS, "identity": "mine"}
+
+    def faulty(measurement: Any, run: Any, layer: int, hook: Any) -> float | None:
+        broken = run.batch.index > 0 and hook is hooks.get("winner")
+        return None if broken else kl_sum(measurement, run, layer, hook)
+
+    hooks: dict[str, Any] = {}
+    quantized, spec_of = isolated.quantized_attention, isolated.spec_of
+    named: dict[int, Candidate] = {}
+
+    def naming(candidate: Candidate, *args: Any) -> LayerSpec:
+        spec = spec_of(candidate, *args)
+        named[id(spec)] = candidate
+        return spec
+
+    def hooked(specs: Any, plan: ReadPlan) -> Any:
+        hook = quantized(specs, plan)
+        if winner in [named[id(spec)] for spec in specs.values()]:
+            hooks["winner"] = hook
+        return hook
+
+    whole = RunFolder(tmp_path / "whole")
+    whole.create()
+    expected = measure_isolated(chain, batches, candidates, constants, folder=whole, **settings)
+    monkeypatch.setattr(isolated._Measurement, "_kl_sum", faulty)
+    monkeypatch.setattr(isolated, "spec_of", naming)
+    monkeypatch.setattr(isolated, "quantized_attention", hooked)
+    for name in ("first", "first", "second"):
+        folder, race = RunFolder(tmp_path / name), StopAfter({loser: 1})
+        folder.create()
+        found = measure_isolated(chain, batches, candidates, constants, folder=folder, losers_of=race, **settings)
+        assert found == {candidate: kl for candidate, kl in expected.items() if candidate != winner}
+        assert [(winner in left, loser in left) for left, _ in race.rounds] == [
+            (True, True),
+            (False, True),
+            (False, True),
+        ]
 
 
 def test_a_width_that_no_candidate_keeps_finite_is_refused_by_its_place(
