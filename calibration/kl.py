@@ -63,6 +63,15 @@ class TokenScores:
         counts = torch.cat([part.counts for part in parts])
         return cls(column("kl", 0.0), column("agree", 0.0), column("nll", torch.nan), counts)
 
+    def split(self, sizes: Sequence[int]) -> list[TokenScores]:
+        """The scores of batches of so many sequences each, as they were before `joined`."""
+        parts = []
+        for rows in torch.arange(len(self.counts)).split(list(sizes)):
+            longest = int(self.counts[rows].max())
+            kl, agree, nll = (column[rows, :longest] for column in (self.kl, self.agree, self.nll))
+            parts.append(TokenScores(kl, agree, nll, self.counts[rows]))
+        return parts
+
     @classmethod
     def of_kl(cls, kl: Tensor) -> TokenScores:
         """Scores that have a KL alone, of sequences with as many scored tokens each."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cells import MeanScores
 from kvtuner.journal import Journal
 from kvtuner.precision import PrecisionPair
-from kvtuner.workers.work_queue import share_keys
+from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 JOURNAL = "validation.jsonl"
 OFFSETS: tuple[Offsets, Offsets] = ("small", "large")
+SUMS: Final = ("kl", "agree", "nll", "count", "nll_count")
+"""What is summed over the scored tokens of each sequence."""
 UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4V4", "K3V3", "K4V2", "K2V2"))
 """The uniform pairs that tables of sizes show, as far as their widths are measured."""
 COMPARED_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K4V4"))
@@ -38,11 +41,39 @@ COMPARED_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K4V4"))
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSums:
-    """The results of one scheme at one kind of offsets: a sum over scored tokens for each sequence.
+class BatchSums:
+    """The results of one scheme on one batch: a sum over scored tokens for each sequence.
 
-    KL is in nats; `nll` is -log p(next token), over the `nll_count` tokens that have one; `kl_p99` is the 99th
-    percentile of KL over all scored tokens.
+    KL is in nats; `nll` is -log p(next token), over the `nll_count` tokens that have one. `largest_kl` holds the tokens
+    with the largest KL, as many as the 99th percentile of all batches needs.
+    """
+
+    kl: tuple[float, ...]
+    agree: tuple[float, ...]
+    nll: tuple[float, ...]
+    count: tuple[int, ...]
+    nll_count: tuple[int, ...]
+    largest_kl: tuple[float, ...]
+
+    @classmethod
+    def of(cls, scores: TokenScores, num_tokens: int) -> BatchSums:
+        """Sum token scores over tokens; all batches together have so many."""
+        kl = scores.scored_kl()
+        return cls(
+            kl=tuple(scores.kl.sum(dim=1).tolist()),
+            agree=tuple(scores.agree.sum(dim=1).tolist()),
+            nll=tuple(scores.nll.nan_to_num().sum(dim=1).tolist()),
+            count=tuple(scores.counts.tolist()),
+            nll_count=tuple((~scores.nll.isnan()).sum(dim=1).tolist()),
+            largest_kl=tuple(kl.sort(descending=True).values[: num_tokens // 100 + 2].tolist()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSums:
+    """The results of one scheme at one kind of offsets: a sum over scored tokens for each sequence, as of batches.
+
+    `kl_p99` is the 99th percentile of KL over all scored tokens.
     """
 
     kl: tuple[float, ...]
@@ -53,16 +84,14 @@ class SequenceSums:
     kl_p99: float
 
     @classmethod
-    def of(cls, scores: TokenScores) -> SequenceSums:
-        """Sum token scores over tokens."""
-        return cls(
-            kl=tuple(scores.kl.sum(dim=1).tolist()),
-            agree=tuple(scores.agree.sum(dim=1).tolist()),
-            nll=tuple(scores.nll.nan_to_num().sum(dim=1).tolist()),
-            count=tuple(scores.counts.tolist()),
-            nll_count=tuple((~scores.nll.isnan()).sum(dim=1).tolist()),
-            kl_p99=float(np.quantile(scores.scored_kl().numpy(), 0.99, method="inverted_cdf")),  # the KL of a token
-        )
+    def of(cls, parts: Sequence[BatchSums]) -> SequenceSums:
+        """The results of several batches as one."""
+        columns = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in SUMS}
+        kl = np.zeros(sum(columns["count"]))  # of tokens; what is less than the largest of a batch is as good as zero
+        largest = [value for part in parts for value in part.largest_kl]
+        kl[: len(largest)] = largest
+        p99 = float(np.quantile(kl, 0.99, method="inverted_cdf"))  # the KL of a token
+        return cls(**columns, kl_p99=p99)
 
     def means(self, measure: Measure) -> MeanScores:
         """The mean KL, top-1 agreement or negative log-likelihood of a token."""
@@ -97,7 +126,7 @@ def pooled(parts: Sequence[SequenceSums]) -> SequenceSums:
     """
     columns = {
         name: tuple(sum(values) for values in zip(*(getattr(part, name) for part in parts), strict=True))
-        for name in ("kl", "agree", "nll", "count", "nll_count")
+        for name in SUMS
     }
     return SequenceSums(**columns, kl_p99=max(part.kl_p99 for part in parts))
 
@@ -108,46 +137,81 @@ def uniform_pairs(widths: Collection[int], geometry: ModelGeometry) -> tuple[Pre
     return tuple(pair for pair in pairs if pair.k_bits == pair.v_bits or not geometry.is_latent)
 
 
-class Validator:
-    """Measures schemes on the report split, with other workers; a result is journalled and never measured twice.
+_Item = tuple["Offsets", str, int]
+"""A kind of offsets, the key of a scheme, and a batch by its place."""
 
-    The identity is the hash of everything that decides a result besides scheme and offsets.
+
+class Validator:
+    """Measures schemes on the report split, with other workers, batch by batch; none is measured twice.
+
+    The identity is the hash of everything that decides a result besides scheme, offsets and batch.
     """
 
     def __init__(self, bench: Workbench, folder: RunFolder, identity: str) -> None:
         self._bench, self._folder, self._identity = bench, folder, identity
-        self._journal = Journal(folder, JOURNAL, identity, itemgetter("offsets", "key"))
+        self._journal = Journal(folder, JOURNAL, identity, itemgetter("offsets", "key", "batch"))
         self._simulators: dict[Offsets, Simulator] = {}
+        self._prepared: set[tuple[Offsets, int]] = set()
 
     def measure_all(
-        self, jobs: Sequence[tuple[CacheScheme, Offsets]], on_done: Callable[[object], object] | None = None
+        self, jobs: Sequence[tuple[CacheScheme, Offsets]], on_done: Callable[[], object] | None = None
     ) -> None:
         """Measure schemes at kinds of offsets, or look them up, with other workers; `on_done` is called for each."""
         schemes = {scheme.key: scheme for scheme, _ in jobs}
+        left = {(offsets, scheme.key): len(self._simulator(offsets).batches) for scheme, offsets in jobs}
+        most = max(left.values(), default=1)  # one scheme's batches run together, and not those of several
 
-        def measure(items: Sequence[tuple[Offsets, str]]) -> None:
-            for offsets, key in items:
-                self._measure(schemes[key], offsets)
+        def measure(items: Sequence[_Item]) -> None:
+            for offsets, key in dict.fromkeys((offsets, key) for offsets, key, _ in items):
+                places = [place for *job, place in items if job == [offsets, key]]
+                self._measure(schemes[key], offsets, places)
 
-        keys = [(offsets, scheme.key) for scheme, offsets in jobs]
-        share_keys(self._folder, self._journal, JOURNAL, keys, measure, on_done, group_of=itemgetter(0))
+        def tell(item: _Item) -> None:
+            offsets, key, _ = item
+            left[offsets, key] -= 1
+            if on_done is not None and not left[offsets, key]:
+                on_done()
+
+        WorkQueue[_Item](
+            self._folder,
+            JOURNAL,
+            self._identity,
+            refresh=self._journal.refresh,
+            is_done=lambda item: self._journal.known(item) is not None,
+            measure=measure,
+            group_of=lambda item: (item[0], item[2]),
+            held_groups=self._prepared,
+            at_once=min(most, max((self._simulator(offsets).num_at_once for offsets, _ in left), default=1)),
+            at_once_alone=most,
+        ).finish([(*job, place) for job, count in left.items() for place in range(count)], on_done=tell)
 
     def measure(self, scheme: CacheScheme, offsets: Offsets) -> SequenceSums:
         """Measure one scheme, or look it up; a `NonFiniteActivationError` where its KL is no number."""
         self.measure_all([(scheme, offsets)])
-        record = self._journal.record((offsets, scheme.key))
-        if record["sums"] is None:
+        places = range(len(self._simulator(offsets).batches))
+        records = [self._journal.record((offsets, scheme.key, place)) for place in places]
+        if any(record["sums"] is None for record in records):
             raise NonFiniteActivationError(
                 f"the KL of every token must be finite, but {scheme.name} has NaN or infinity at {offsets} position"
                 " offsets of the report split; run the model in a wider dtype"
             )
-        sums = record["sums"]
-        return SequenceSums(**{name: tuple(sums[name]) for name in sums if name != "kl_p99"}, kl_p99=sums["kl_p99"])
+        parts = ({name: tuple(values) for name, values in record["sums"].items()} for record in records)
+        return SequenceSums.of([BatchSums(**part) for part in parts])
 
-    def _measure(self, scheme: CacheScheme, offsets: Offsets) -> None:
+    def _simulator(self, offsets: Offsets) -> Simulator:
         if offsets not in self._simulators:
             self._simulators[offsets] = self._bench.simulator("report", offsets)
-        scores = self._simulators[offsets].measure(scheme.specs)
-        is_finite = bool(torch.isfinite(scores.kl).all())
-        sums = asdict(SequenceSums.of(scores)) if is_finite else None
-        self._journal.append({"offsets": offsets, "key": scheme.key, "sums": sums})
+        return self._simulators[offsets]
+
+    def _measure(self, scheme: CacheScheme, offsets: Offsets, places: Sequence[int]) -> None:
+        simulator = self._simulator(offsets)
+        num_tokens = sum(len(b.input_ids) * len(b.scored_places(simulator.plan)) for b in simulator.batches)
+        scores = simulator.measure(scheme.specs, places=places)
+        self._prepared.update((offsets, place) for place in places)
+        parts = scores.split([len(simulator.batches[place].input_ids) for place in places])
+        records = []
+        for place, part in zip(places, parts, strict=True):
+            is_finite = bool(torch.isfinite(part.kl).all())
+            sums = asdict(BatchSums.of(part, num_tokens)) if is_finite else None
+            records.append({"offsets": offsets, "key": scheme.key, "batch": place, "sums": sums})
+        self._journal.append(*records)

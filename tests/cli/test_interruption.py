@@ -162,7 +162,7 @@ def test_two_workers_share_one_run(start: StartCommand, tmp_path: Path, has_stor
     keys = journal_keys(out)
     assert len(keys) == len(set(keys))
     validated = [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
-    assert len(validated) == len({(record["offsets"], record["key"]) for record in validated})
+    assert len(validated) == len({(record["offsets"], record["key"], record["batch"]) for record in validated})
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

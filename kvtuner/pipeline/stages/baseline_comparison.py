@@ -188,8 +188,8 @@ def _measure_all(
 ) -> dict[str, dict[Offsets, SequenceSums]]:
     """Results by key of scheme, without those of `others` whose KL is not finite, which it says."""
     jobs = [(scheme, offsets) for offsets in OFFSETS for scheme in (*needed, *others)]
-    with ProgressBar(total=len(jobs), desc="validation") as bar:
-        validator.measure_all(jobs, lambda _: bar.update())
+    with ProgressBar(total=len({(scheme.key, offsets) for scheme, offsets in jobs}), desc="validation") as bar:
+        validator.measure_all(jobs, bar.update)
     measured: dict[str, dict[Offsets, SequenceSums]] = {scheme.key: {} for scheme in (*needed, *others)}
     for scheme, offsets in jobs:
         if scheme.key in measured:

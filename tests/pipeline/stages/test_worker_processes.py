@@ -37,7 +37,7 @@ JOURNALS = {
     CANDIDATES: ("batch",),
     ISOLATED: ("batch", "layer", "side", "bits", "transform"),
     MEASURED: ("configuration", "batch"),
-    VALIDATION: ("offsets", "key"),
+    VALIDATION: ("offsets", "key", "batch"),
     REFINEMENTS: ("key",),
 }
 
