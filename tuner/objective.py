@@ -110,7 +110,7 @@ class MeasuredKL:
             measure=self._measure,
             group_of=lambda item: item[1],
             held_groups=simulator.prepared_batches,
-            at_once=simulator.num_at_once,
+            at_once=min(simulator.num_at_once, len(sizes)),
             at_once_alone=len(sizes),
         )
 
