@@ -35,6 +35,7 @@ def measure_uniforms(
     uniforms: Mapping[PrecisionPair, Configuration],
     inside: Sequence[Collection[PrecisionPair]],
     *,
+    on_ahead: Callable[[int], object] | None = None,
     on_batch: Callable[[object], object] | None = None,
     on_failure: Callable[[PrecisionPair, str], object] | None = None,
 ) -> dict[PrecisionPair, float]:
@@ -48,7 +49,8 @@ def measure_uniforms(
         objective: measures configurations, or looks them up.
         uniforms: the configuration of each pair.
         inside: the pairs that keep a budget, for each budget.
-        on_batch: called for every measurement of the first quarter.
+        on_ahead: called with a number of measurements before they begin.
+        on_batch: called after every measurement.
         on_failure: called with a pair whose KL is not finite, and the reason; that one has no value.
     """
 
@@ -64,8 +66,13 @@ def measure_uniforms(
                     on_failure(pair, str(error))
         return found
 
+    def measure_all(configurations: Collection[Configuration], num_batches: int) -> None:
+        if on_ahead is not None:
+            on_ahead(len(configurations) * num_batches)
+        objective.measure_all(list(configurations), num_batches, on_batch)
+
     num_batches = objective.part(FIRST_PART)
-    objective.measure_all(list(uniforms.values()), num_batches, on_batch)
+    measure_all(uniforms.values(), num_batches)
     first = finite(uniforms, partial(objective.on_first, num_batches=num_batches))
     measured: dict[PrecisionPair, float] = {}
     # A pair whose KL is not finite later on leaves its place to those below it.
@@ -75,7 +82,7 @@ def measure_uniforms(
         for pair in largest_pairs([pair for pair in pairs if pair in first])
         if pair not in measured
     }:
-        objective.measure_all(list(largest.values()), objective.num_batches)
+        measure_all(largest.values(), objective.num_batches)
         found = finite(largest, objective)
         measured |= found
         first = {pair: kl for pair, kl in first.items() if pair in found or pair not in largest}

@@ -58,6 +58,19 @@ def test_the_largest_pairs_are_those_that_no_other_exceeds() -> None:
     ]
 
 
+def test_progress_tells_of_as_many_measurements_as_it_announced(tmp_path: Path) -> None:
+    ahead, done = list[int](), list[object]()
+    measure_uniforms(
+        objective(Simulated(KLS, 1), RunFolder(tmp_path)),
+        {pair(bits): configuration(bits) for bits in WIDTHS},
+        [[pair(3)], [pair(2), pair(3), pair(4)]],
+        on_ahead=ahead.append,
+        on_batch=done.append,
+    )
+    assert ahead == [5 * 3, 2 * 12]
+    assert len(done) == sum(ahead)
+
+
 def test_the_largest_is_measured_whole_however_good_a_smaller_one_looks_at_first(tmp_path: Path) -> None:
     found, simulator, _ = measured(tmp_path, [[2, 3, 4]])
     whole = fmean(KLS[4])

@@ -25,7 +25,7 @@ from kvtuner.tuner.refinement_gain import RefinementGain
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url
-from kvtuner.tuner.uniform_table import FIRST_PART, measure_uniforms
+from kvtuner.tuner.uniform_table import measure_uniforms
 from kvtuner.tuner.warm_starts import warm_starts
 from kvtuner.workers.work_queue import share_keys
 
@@ -105,11 +105,16 @@ class BudgetSearch:
             ]
             for target in targets
         ]
-        with ProgressBar(desc="uniform K x V", total=self.objective.part(FIRST_PART) * len(uniforms)) as bar:
+        with ProgressBar(desc="uniform K x V", total=0) as bar:
+
+            def lengthen(count: int) -> None:
+                bar.total += count
+
             return measure_uniforms(
                 self.objective,
                 uniforms,
                 inside,
+                on_ahead=lengthen,
                 on_batch=lambda _: bar.update(),
                 on_failure=lambda pair, reason: run.leave_out(f"uniform {pair}", reason),
             )
