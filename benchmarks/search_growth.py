@@ -139,6 +139,31 @@ def by_workers(out: Path, counts: list[int], repeats: int) -> list[dict[str, Any
     ]
 
 
+def picture(rows: list[dict[str, Any]]) -> str:
+    """The processor seconds by the size that is varied, as SVG."""
+    lines = {
+        name: [(row["value"] // values[0], total(row, "processor_seconds")) for row in rows if row["varied"] == name]
+        for name, values in VARIED.items()
+    }
+    title = "Processor seconds of a search, as one size of the model grows"
+    return growth_picture(lines, title, "times the smallest, log scale", "processor seconds, log scale", "s")
+
+
+def page_by_workers(rows: list[dict[str, Any]]) -> str:
+    """The searches by their number of processes as a Markdown table."""
+    lines = ["| workers | wall seconds of each run | times one worker's speed |", "| --- | --- | --- |"]
+    for row in rows:
+        seconds = ", ".join(f"{value:.0f}" for value in row["seconds"])
+        lines.append(f"| {row['workers']} | {seconds} | {row['times_first']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture_by_workers(rows: list[dict[str, Any]]) -> str:
+    """The wall seconds by the number of processes, as SVG."""
+    lines = {"a search": [(row["workers"], statistics.median(row["seconds"])) for row in rows]}
+    return growth_picture(lines, "Wall seconds of a search by its workers", "workers", "wall seconds, log scale", "s")
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,24 +175,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="runs of each case, in turn")
     args = parser.parse_args()
     rows = by_workers(args.out, args.workers, args.repeats) if args.workers else growth(args.out, args.repeats)
-    text = json.dumps(rows, indent=1) + "\n"
     if args.json:
-        args.json.write_text(text, encoding="utf-8")
-    if args.workers:
-        print(text)
-        return
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if args.markdown:
-        args.markdown.write_text(page(rows), encoding="utf-8")
+        args.markdown.write_text(page_by_workers(rows) if args.workers else page(rows), encoding="utf-8")
     if args.picture:
-        lines = {
-            name: [
-                (row["value"] // values[0], total(row, "processor_seconds")) for row in rows if row["varied"] == name
-            ]
-            for name, values in VARIED.items()
-        }
-        title = "Processor seconds of a search, as one size of the model grows"
-        names = ("times the smallest, log scale", "processor seconds, log scale")
-        args.picture.write_text(growth_picture(lines, title, *names), encoding="utf-8")
+        args.picture.write_text(picture_by_workers(rows) if args.workers else picture(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

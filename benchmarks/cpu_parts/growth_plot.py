@@ -27,17 +27,18 @@ def growth_picture(
     title: str,
     sizes_title: str = "tokens of a request, log scale",
     times_title: str = "processor ms of a step, log scale",
+    unit: str = "ms",
 ) -> str:
-    """The file of a picture: milliseconds by tokens or requests, both logarithmic, a line for each implementation.
+    """The file of a picture: times by tokens, requests or another size, both logarithmic, a line for each way.
 
-    `lines` has the sizes of steps, ascending, with their milliseconds of processor time.
+    `lines` has the sizes, ascending, with their times in the unit, by default milliseconds of processor time.
     """
     room = max(map(len, lines)) * CHARACTER + 24
     sizes = sorted({size for line in lines.values() for size, _ in line})
-    times = [ms for line in lines.values() for _, ms in line]
+    times = [time for line in lines.values() for _, time in line]
     x = LogAxis(sizes[0], max(sizes[-1], 2 * sizes[0]), LEFT, WIDTH - room)
     y = LogAxis(min(times) / 1.3, max(times) * 1.3, TOP + HEIGHT, TOP)
-    described = "; ".join(f"{name} {', '.join(f'{number(ms)} at {count(size)}' for size, ms in line)}"
+    described = "; ".join(f"{name} {', '.join(f'{number(time)} {unit} at {count(size)}' for size, time in line)}"
                           for name, line in lines.items())  # fmt: skip
     drawing = Drawing(WIDTH, f"{title}: {described}")
     frame = Frame(x, y, sizes_title, times_title, tuple(sizes))
@@ -45,10 +46,10 @@ def growth_picture(
     ends = []
     for index, (name, line) in enumerate(lines.items()):
         look = "own" if name == OWN else f"s{index % NUM_SERIES}"
-        points = [(x.at(size), y.at(ms)) for size, ms in line]
+        points = [(x.at(size), y.at(time)) for size, time in line]
         drawing.trace(points, look, name)
-        for (size, ms), (left, top) in zip(line, points, strict=True):
-            drawing.circle(left, top, 3.5, f"dot {look}", f"{name}: {number(ms)} ms at {count(size)}")
+        for (size, time), (left, top) in zip(line, points, strict=True):
+            drawing.circle(left, top, 3.5, f"dot {look}", f"{name}: {number(time)} {unit} at {count(size)}")
         ends.append(PointName(name, *points[-1], "strong" if name == OWN else "", name))
     write_beside(drawing, frame, ends, WIDTH - room + 14)
     return picture_file([drawing], [title])
