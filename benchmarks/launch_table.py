@@ -6,9 +6,10 @@ No GPU is needed: candidates are compiled for sm_90 and their machine code count
 their instructions for an element. The first is taken whose loop spills nothing, that fits in the shared memory of the
 architecture and leaves room for four warps on a processor. Likewise for wide tiles: many queries of a KV head, or
 several of a request. Programs of two KV heads, whose warps count twice, are taken where they take fewer instructions;
-not at 8 bits of both sides: there they save a tenth of the bytes from the last cache, so few of them fit a processor
-that the last leave it idle (.89 of a copy on an H200 for .94, predicted). Nor on sm_120 at 8 bits of either side, whose
-loop spills there alone: 11 registers at K8V4.
+at 8 bits of both sides on sm_90 alone: there they save a tenth of the bytes from the last cache, and so few of them fit
+a processor that the last ones leave it idle, by the prediction; an H200 took 292 us with two heads, and 345 with the
+best of one (K8V8, 32 requests of 16,384 tokens). Nor on sm_120 at 8 bits of either side, whose loop spills there alone:
+11 registers at K8V4.
 The choice by time on a GPU may differ: `benchmarks/gpu.py --sweep` measures it.
 """
 
@@ -46,7 +47,9 @@ REGISTERS: Final = 16384
 """The registers of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
 LEAST_WARPS: Final = 4
 WIDE_BITS: Final = 8
-"""The bits of both sides at which two heads of a program save little."""
+"""The bits of both sides at which two heads of a program save little, unless they were measured to be faster."""
+MEASURED: Final = 90
+"""The compute capability on which two heads were faster at 8 bits of both sides too."""
 SPILLING: Final = 120
 """The compute capability on which two heads spill at 8 bits of a side; what is counted is sm_90's."""
 MOST_RESIDENT: Final = 12
@@ -130,7 +133,7 @@ def is_joined(arch: int, pair: PrecisionPair, two_heads: CompiledLaunch | None, 
     """Whether programs of an architecture have two heads where they can."""
     if two_heads is None or NATIVE_BITS in (pair.k_bits, pair.v_bits):
         return False
-    saves_little = pair.k_bits == pair.v_bits == WIDE_BITS
+    saves_little = pair.k_bits == pair.v_bits == WIDE_BITS and arch != MEASURED
     spills = arch == SPILLING and WIDE_BITS in (pair.k_bits, pair.v_bits)
     return not (saves_little or spills) and two_heads.instructions < one_head.instructions
 

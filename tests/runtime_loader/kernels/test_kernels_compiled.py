@@ -190,7 +190,9 @@ def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
     heads = [hopper.launch(side(4, heads=n), side(2, heads=n), gqa, extend=extend).heads for n, gqa, extend in shapes]
     assert heads == [2, 2, 1, 1, 1]
     assert [hopper.launch(side(4), side(2), 4, num_requests=count).heads for count in (1, 16, 17)] == [1, 1, 2]
-    assert hopper.launch(side(4), side(16), 4).heads == hopper.launch(side(8), side(8), 4).heads == 1
+    assert hopper.launch(side(4), side(16), 4).heads == 1
+    # An H200 was faster with two, against the prediction; of others nothing was measured.
+    assert [Device(arch, 132).launch(side(8), side(8), 4).heads for arch in ("sm_80", "sm_90", "sm_100")] == [1, 2, 1]
     archs = ("sm_80", "sm_89", "sm_90", "sm_120", "gfx942", "interpreter")
     overlapping = [Device(arch, 1).launch(side(4), side(2), 4).dependent for arch in archs]
     assert overlapping == [False, False, True, True, False, False]
