@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ from kvtuner.supported_models import read_cache_geometry
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fixture_types import (
         Compare,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.read_plan_names import ReadPlanName
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -226,9 +227,12 @@ def compare() -> Compare:
 
     The host reads the server's own tokens, so that one flipped code does not end the comparison; prompts are
     prefilled at once on both sides or, where the server cuts them into chunks of `chunk` tokens, one after the other
-    in such chunks. SGLang's Triton backend reads one token less of a window where it decodes than where it prefills,
-    and than transformers does: the host's windows are then as long as that. Its code for Gemma 4 counts positions from
-    1, which no prediction tells, but the codes of rotated keys: the host then counts so too.
+    in such chunks; with `is_hit` the first chunk is there from another request. Chunks are read by `read_plan`, `hit`
+    by default, and what is not cut, and answers, by `decode` or by that plan. With `of_prompts` the predictions behind
+    each token of a prompt are compared too. `alter` changes the host's model first.
+    SGLang's Triton backend reads one token less of a window where it decodes than where it prefills, and than
+    transformers does: the host's windows are then as long as that. Its code for Gemma 4 counts positions from 1, which
+    no prediction tells, but the codes of rotated keys: the host then counts so too.
     """
 
     def forward(model: Any, ids: torch.Tensor, cache: Any, past: int) -> Any:
@@ -238,26 +242,33 @@ def compare() -> Compare:
 
     @torch.no_grad()
     def log_probs(
-        model: Any, cache: Any, ids: Sequence[int], fed: Sequence[int], chunk: int | None = None
+        model: Any,
+        cache: Any,
+        ids: Sequence[int],
+        fed: Sequence[int],
+        chunk: int | None = None,
+        read_plan: ReadPlanName | None = None,
     ) -> torch.Tensor:
         with ExitStack() as chunks:
-            if chunk is not None:
-                chunks.enter_context(cache.reading("hit"))
+            if chunk is not None or read_plan is not None:
+                chunks.enter_context(cache.reading(read_plan or "hit"))
                 chunks.enter_context(cache.attending(model, in_place=False))
-            past = 0
+            past, logits = 0, []
             for piece in torch.tensor([ids]).split(chunk or len(ids), dim=1):
-                rows = [forward(model, piece, cache, past)]
-                past, cache = past + piece.shape[1], rows[0].past_key_values
+                forwarded = forward(model, piece, cache, past)
+                past, cache = past + piece.shape[1], forwarded.past_key_values
+                logits.append(forwarded.logits[0])
         text = model.config.get_text_config(decoder=True)
         window = getattr(text, "sliding_window", None)
         if window:
             text.sliding_window = window - 1
-        for token in fed[:-1]:
-            rows.append(forward(model, torch.tensor([[token]]), cache, past))
-            past += 1
+        with nullcontext() if read_plan is None else cache.reading(read_plan):
+            for token in fed[:-1]:
+                logits.append(forward(model, torch.tensor([[token]]), cache, past).logits[0])
+                past += 1
         if window:
             text.sliding_window = window
-        return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
+        return torch.cat(logits).double().log_softmax(-1)
 
     def run(
         server: Server,
@@ -266,24 +277,39 @@ def compare() -> Compare:
         prompts: Sequence[Sequence[int]],
         num_tokens: int,
         chunk: int | None = None,
+        *,
+        read_plan: ReadPlanName | None = None,
+        is_hit: bool = False,
+        of_prompts: bool = False,
+        alter: Callable[[Any], None] | None = None,
     ) -> Agreement:
         # Of transformers' implementations this one knows logit caps.
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        if alter is not None:
+            alter(model)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         found, wanted, exact = [], [], []
         server.flush()
         batches = [prompts] if chunk is None else [[ids] for ids in prompts]
-        answers = [answer for batch in batches for answer in server.generate(batch, num_tokens, top=vocab_size)]
+        if is_hit:
+            server.generate([ids[:chunk] for ids in prompts], 1)
+        first = 0 if of_prompts else None
+        answers = [
+            answer
+            for batch in batches
+            for answer in server.generate(batch, num_tokens, top=vocab_size, first_of_prompt=first)
+        ]
         for ids, answer in zip(prompts, answers, strict=True):
             meta = answer["meta_info"]
-            assert meta["cached_tokens"] == 0, "the cuts differ"
-            served = torch.full((num_tokens, vocab_size), torch.nan, dtype=torch.float64)
-            for position, top in enumerate(meta["output_top_logprobs"]):
+            assert meta["cached_tokens"] == (chunk if is_hit else 0), "the cuts differ"
+            tops = [*(meta["input_top_logprobs"][1:] if of_prompts else ()), *meta["output_top_logprobs"]]
+            served = torch.full((len(tops), vocab_size), torch.nan, dtype=torch.float64)
+            for position, top in enumerate(tops):
                 served[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
             found.append(served)
             cache = KVTunerCache.from_profile(profile, model.config)
-            wanted.append(log_probs(model, cache, ids, answer["output_ids"], chunk))
-            exact.append(log_probs(model, None, ids, answer["output_ids"]))
+            wanted.append(log_probs(model, cache, ids, answer["output_ids"], chunk, read_plan)[-len(tops) :])
+            exact.append(log_probs(model, None, ids, answer["output_ids"])[-len(tops) :])
         p, q, unquantized = torch.cat(wanted), torch.cat(found), torch.cat(exact)
         assert not q.isnan().any(), "the server left out tokens"
         return Agreement(
