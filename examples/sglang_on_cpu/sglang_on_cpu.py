@@ -108,6 +108,32 @@ def rotate_in_torch() -> None:
     factory.get_rope_cpu = rotary_embedding
 
 
+def cap_logits_in_torch() -> None:
+    """Let models cap their logits (Gemma): SGLang's kernel calls a function of a GPU's library."""
+    processor: Any = importlib.import_module("sglang.srt.layers.logits_processor")
+
+    def cap_in_place(logits: Any, cap: float) -> Any:
+        return logits.div_(cap).tanh_().mul_(cap)
+
+    processor.fused_softcap = cap_in_place
+
+
+def leave_widths_by_layer() -> None:
+    """Let models have feed-forward layers of several widths (Gemma 3n), which SGLang pads for ranks as one number."""
+    widths: Any = importlib.import_module("sglang.srt.configs.update_config")
+    pad = widths.update_intermediate_size
+
+    def pad_a_number(model_config: Any, name: str, multiple: int) -> Any:
+        of_layers = getattr(model_config.hf_text_config, name, None)
+        if not isinstance(of_layers, list):
+            return pad(model_config, name, multiple)
+        if any(width % multiple for width in of_layers):
+            raise ValueError(f"{name} {of_layers} are no multiples of {multiple}; use another number of ranks")
+        return model_config
+
+    widths.update_intermediate_size = pad_a_number
+
+
 def read_images_without_torchvision() -> None:
     """Let transformers make processors of models with images without their part for videos, which needs torchvision."""
     from transformers.image_processing_base import ImageProcessingMixin
@@ -213,6 +239,8 @@ def __getattr__(name: str) -> Any:
             list_slots_in_torch()
             delta_rule_in_torch.install()
             rotate_in_torch()
+            leave_widths_by_layer()
+            cap_logits_in_torch()
             run_state_spaces()
             send_without_streams()
             keep_pools_where_lmcache_reads_them()
