@@ -157,11 +157,15 @@ class CacheGeometry:
         kind = self.layers[layer_id].kind
         return layer_id if kind.name != "shared" or kind.number is None else kind.number
 
+    def num_readers(self) -> dict[int, int]:
+        """The number of other layers that read a layer's cache, by its global id, for each layer that any reads."""
+        shared = (layer_id for layer_id, layer in enumerate(self.layers) if layer.kind.name == "shared")
+        return dict(Counter(self.owner_of(layer_id) for layer_id in shared))
+
     @property
     def first_read_by_others(self) -> int:
         """The first layer whose cache others read too; the number of layers where none is."""
-        owners = (self.owner_of(layer_id) for layer_id, layer in enumerate(self.layers) if layer.kind.name == "shared")
-        return min(owners, default=len(self.layers))
+        return min(self.num_readers(), default=len(self.layers))
 
     @classmethod
     def of(cls, geometry: ModelGeometry) -> CacheGeometry:

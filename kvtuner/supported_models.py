@@ -170,7 +170,7 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
 def read_served_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:
     """What every layer of a model caches that SGLang serves with a profile: all tokens, those of a window, or none.
 
-    Of all tokens a layer caches keys and values, or latents.
+    Of all tokens a layer caches keys and values, or latents; one that reads another layer's caches none.
 
     Raises:
         UnsupportedModelError: A layer has another cache.
@@ -179,8 +179,6 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
     geometry = read_cache_geometry(config, context_length=context_length)
     text = config.get_text_config(decoder=True)
     name, types = getattr(text, "model_type", type(text).__name__), layer_kinds(text)
-    if geometry.num_shared_layers:
-        raise UnsupportedModelError(_not_served(name, _READS_ANOTHER))
     for layer_id, layer in enumerate(geometry.layers):
         kind = types[min(layer_id, len(types) - 1)]
         if kind == "chunked_attention" and layer.kind != LayerKind():

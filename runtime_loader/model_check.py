@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
-from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
+    from kvtuner.layer_geometry import CacheGeometry
 
 
 def check_model(profile: Profile, config: ConfigLike, *, context_length: int | None = None) -> None:
@@ -31,8 +31,7 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
     if geometry.layer_ids is None and not profile.geometry.is_by_layer:
         profile.check_model(config)
     else:
-        record = profile.geometry
-        whole = record.by_layer() if record.is_by_layer else CacheGeometry.of(profile.to_geometry())
+        whole = profile.geometry.whole()
         profile.check_geometry(whole.tuned(), geometry)
         _check_kinds(profile, whole, cache)
     check_token_groups(profile)

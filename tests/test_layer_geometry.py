@@ -56,7 +56,9 @@ def test_counts_that_contradict_a_kind_are_refused(kind: str, counts: tuple[int,
 def test_layer_shares_the_cache_of_an_earlier_owner_only() -> None:
     full, nothing = LayerGeometry(FULL, 8, 2, 64, 64), LayerGeometry(NOTHING)
     shared = [LayerGeometry(LayerKind("shared", source)) for source in range(4)]
-    assert CacheGeometry((nothing, full, shared[1], shared[1])).num_shared_layers == 2
+    geometry = CacheGeometry((nothing, full, shared[1], shared[1]))
+    assert (geometry.num_shared_layers, geometry.num_readers()) == (2, {1: 2})
+    assert CacheGeometry((full, full)).num_readers() == {}
     for layers in [(nothing, full, shared[0]), (nothing, full, shared[2]), (full, shared[0], shared[1]), (shared[0],)]:
         with pytest.raises(GeometryError, match="no earlier layer of that id has a cache of its own"):
             CacheGeometry(layers)

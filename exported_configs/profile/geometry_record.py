@@ -141,6 +141,10 @@ class GeometryRecord(StrictModel):
         owners = self.owners()
         return {layer_id: layer for layer_id, layer in owners.items() if layer.kind.name != "window"} or owners
 
+    def whole(self) -> CacheGeometry:
+        """The geometry of every layer of the model by its global id."""
+        return self.by_layer() if self.is_by_layer else CacheGeometry.of(self.to_geometry())
+
     def by_layer(self) -> CacheGeometry:
         """The geometry of every layer of the model by its global id, from a record that `is_by_layer`.
 

@@ -117,12 +117,17 @@ def _check(server_args: Any) -> None:
         profile = loaded.profile(model_config)
         if profile.tuned_geometry().is_latent:
             refuse_of_latents(arguments, hicache_only=loaded.request.hicache_only)
+        has_readers = profile.geometry.num_shared_layers > 0
         if keeps_states(model_config):
             refuse_beside_other_layers(arguments, "layers that keep a state")
+        elif has_readers:
+            refuse_beside_other_layers(arguments, "layers that read another layer's keys")
         elif profile.tuned_geometry().layer_ids is not None:
             refuse_beside_other_layers(arguments, "layers with a window")
         if profile.has_per_channel_keys:
-            has_other_layers = keeps_states(model_config) or profile.tuned_geometry().layer_ids is not None
+            has_other_layers = (
+                has_readers or keeps_states(model_config) or profile.tuned_geometry().layer_ids is not None
+            )
             refuse_beside_per_channel(
                 arguments, profile.defaults.k.group_size, hicache_only=loaded.request.hicache_only,
                 has_other_layers=has_other_layers,

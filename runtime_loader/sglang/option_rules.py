@@ -196,7 +196,7 @@ OTHER_LAYER_RULES: Final = (
         )
     ),
 )
-"""Rules beside layers with a window or without keys."""
+"""Rules beside layers with a window, without keys, or with another layer's keys."""
 
 LATENT_RULES: Final = (
     *OTHER_LAYER_RULES,
@@ -292,12 +292,12 @@ def refuse_beside_per_channel(
 ) -> None:
     """Refuse what keys per channel do not work with; pages must be whole groups of so many tokens.
 
-    Of a model, `has_other_layers` says that layers have a window or keep a state.
+    Of a model, `has_other_layers` says that layers have a window, keep a state or read another layer's keys.
     """
     if has_other_layers:
         raise ServingError(
-            "keys per channel beside layers that have a window or keep a state were never tried; serve a profile of"
-            " per_token keys"
+            "keys per channel beside layers that have a window, keep a state or read another layer's keys were never"
+            " tried; serve a profile of per_token keys"
         )
     if hicache_only:
         raise ServingError(

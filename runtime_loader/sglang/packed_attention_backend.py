@@ -13,6 +13,7 @@ from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, Pac
 from kvtuner.runtime_loader.sglang.compat.attention import (
     TritonAttnBackend,
     check_attention_layers,
+    check_readers,
     check_windows,
     first_attention_layer,
     read_absorbed,
@@ -24,6 +25,7 @@ from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashP
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
+from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunk, SharedChunks
 from kvtuner.runtime_loader.token_groups import pack_full_groups
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def make_backend(runner: Any) -> PackedAttnBackend | None:
         return None
     with refusing():
         windows = windows_of(pool.rank_state.profile)
+        check_readers(runner.model, pool.rank_state.profile.geometry.whole())
         check_attention_layers(runner.model, runner.model_config.context_len, windows)
         check_windows(runner, windows)
         if isinstance(pool, PackedLatentPool):
@@ -61,6 +64,9 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self.pool: PackedPool = full_part(runner.token_to_kv_pool)
         self.attention = self.pool.rank_state.attention
         self._layers = [(keys, values) for _, keys, values in self.pool.read_layers]
+        self._packed = frozenset(layer_id for layer_id, _, _ in self.pool.read_layers)
+        readers = self.pool.rank_state.profile.geometry.whole().num_readers().items()
+        self._shared = SharedChunks({layer_id: number for layer_id, number in readers if layer_id in self._packed})
         self._first_layer = first_attention_layer(runner.model)
         with refusing():
             self.attention.prepare(self._layers, self.num_head, runner.req_to_token_pool.size)
@@ -70,6 +76,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._window: WindowReads | None = None  # of the layer that attends
         self._stored_at: Tensor | None = None  # the slots that the layer's new tokens were stored at
         self._verifies = False  # drafts, in the forward that attends
+        self._is_reader = False  # of another layer's keys, in the layer that attends
         self.use_verify_splitkv = self.use_verify_shared_kv = False  # kernels that read keys from the pool
         self._decode_windows = self.decode_attention_fwd
         self.decode_attention_fwd = self._decode
@@ -100,9 +107,12 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **rest: Any
     ) -> Tensor:
-        """Attend as SGLang's method does, with one new token of each request, whose exact copy is made first."""
-        self._enter(layer, forward_batch, save_kv_cache)
-        if self._window is not None:
+        """Attend as SGLang's method does, with one new token of each request, whose exact copy is made first.
+
+        A layer that reads another's gets no keys: they are in the rows and copies of that one.
+        """
+        self._enter(layer, forward_batch, is_stored=save_kv_cache or k is None)
+        if self._window is not None and k is not None:
             new = NewTokens(self._window.requests, self.forward_metadata.kv_indptr)
             self.attention.store_copies(self._window.ring, new, *self.pool.new_states(k, v))
         output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **rest)
@@ -113,20 +123,26 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> Tensor:
         """Attend as SGLang's method does, with chunks of new tokens; a request's first forward is one of these."""
         # Attention of extends runs eagerly, on the stream of the forward, whatever graphs are around it.
-        if layer.layer_id == self._first_layer:
+        if layer.layer_id == self._first_layer and k is not None:
             self.pool.forget_former_requests()
             if self._flash is not None:
                 self._flash.begin()
         self._longest, self._lengths = _longest_request(forward_batch), forward_batch.extend_seq_lens_cpu
-        self._enter(layer, forward_batch, save_kv_cache)
+        self._enter(layer, forward_batch, is_stored=save_kv_cache or k is None)
         self._verifies = forward_batch.forward_mode.is_target_verify()
+        self._is_reader = k is None and layer.layer_id in self._packed
+        if self._is_reader:
+            with refusing():
+                chunk = self._shared.take(layer.layer_id)
+            k, v, self._stored_at = chunk.k, chunk.v, chunk.stored_at
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **rest)
-        return output
+        # As SGLang's flash attention returns it, by heads in one row: its code for Gemma 3n takes no other shape.
+        return output.flatten(1)
 
-    def _enter(self, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
+    def _enter(self, layer: Any, forward_batch: Any, *, is_stored: bool) -> None:
         self._stored_at = None
         copies = self.pool.copies_of(layer.layer_id)
-        if copies is not None and not save_kv_cache:
+        if copies is not None and not is_stored:
             with refusing():
                 raise ServingError("this model stores keys by itself, so that an exact window would miss them")
         self._window = None if copies is None else WindowReads(copies, forward_batch.req_pool_indices)
@@ -194,6 +210,9 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             tree = DraftTree(custom_mask, mask_indptr)
         refuse_unserved({**arguments, "custom_mask": None if tree else custom_mask, "is_causal": is_causal})
         k, v = self.pool.new_states(k, v)
+        if not self._is_reader:
+            with refusing():
+                self._shared.keep(layer.layer_id, SharedChunk(k, v, self._stored_at))
         if keys.format.token_group > 1:
             self._pack_full_groups(keys, kv_indptr, kv_indices, qo_indptr, k)
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, tree)
@@ -231,7 +250,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             o[places] = self.attention.extend(
                 q[places], k[places], v[places], keys, values, first, scores, window=window
             )  # fmt: skip
-        if window is not None:
+        # Readers of the layer read the copies of tokens before the chunk, whose places those of the chunk may take.
+        if window is not None and not self._shared.is_read_again(layer.layer_id):
             self.attention.store_copies(window.ring, NewTokens(window.requests, kv_indptr, qo_indptr), k, v)
 
     def _near_prefix(self, window: WindowReads, bounds: ExtendBounds) -> tuple[Tensor, ExtendBounds] | None:

@@ -18,7 +18,7 @@ from kvtuner.runtime_loader.sglang.compat.capacity import RankBytes, chunk_token
 from kvtuner.runtime_loader.sglang.compat.lmcache import on_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import has_attention_sinks
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
-from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
+from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool, on_stored_layers
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
 from kvtuner.runtime_loader.sglang.graph_advice import recommend_graph
 from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
@@ -61,6 +61,7 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
+        on_stored_layers(_first_reader)
         on_pool(PackedKVPool, PackedLatentPool, announce_window_layers, announce_states)
         on_capacity(
             RankBytes(_bytes_per_token, _bytes_per_request, _workspace_bytes, _most_requests), announce_capacity
@@ -156,6 +157,14 @@ def _profile(model_config: Any = None) -> Profile:
             raise ServingError("SGLang built no KV pool before it said that it is ready")
         state.rank_profile = state.active().profile(model_config)
     return state.rank_profile
+
+
+def _first_reader(model_config: Any) -> int | None:
+    """Return the first layer that reads another one's keys, behind which all others do; None without any."""
+    geometry = _profile(model_config).geometry.whole()
+    first = len(geometry.layers) - geometry.num_shared_layers
+    assert all(layer.kind.name != "shared" for layer in geometry.layers[:first]), "a configuration names the last ones"
+    return first if geometry.num_shared_layers else None
 
 
 def _bytes_per_token(kvc: Any, layers: Sequence[int]) -> int:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
+    from kvtuner.layer_geometry import CacheGeometry
+
 __all__ = [
-    "TritonAttnBackend", "check_attention_layers", "check_windows", "first_attention_layer", "on_triton_backend",
-    "read_absorbed", "refuse_unserved",
+    "TritonAttnBackend", "check_attention_layers", "check_readers", "check_windows", "first_attention_layer",
+    "on_triton_backend", "read_absorbed", "refuse_unserved",
 ]  # fmt: skip
 
 logger: Final = logging.getLogger("kvtuner")
@@ -73,9 +75,11 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
 def check_attention_layers(model: Module, context_length: int, windows: Mapping[int, int] | None = None) -> None:
     """Refuse a loaded model unless every attention layer reads its whole past, and nothing else.
 
-    A layer of `windows`, by its global id, reads as many tokens instead.
+    A layer of `windows`, by its global id, reads as many tokens instead. One token more is taken away: SGLang's code
+    for Gemma 3n gives it to layers, and the right number to its attention.
     """
     scaled: set[float | None] = set()
+    longer: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, RadixAttention):
             continue
@@ -86,7 +90,12 @@ def check_attention_layers(model: Module, context_length: int, windows: Mapping[
         if module.sliding_window_size > -1:
             # SGLang counts the tokens before the query. A window that is at least as long as the context is none.
             window = module.sliding_window_size + 1
-            if windows and window == windows.get(module.layer_id):
+            wanted = (windows or {}).get(module.layer_id)
+            if wanted is not None and window == wanted + 1:
+                longer.add(window)
+                module.sliding_window_size -= 1
+                continue
+            if window == wanted:
                 continue
             if window < context_length:
                 raise ServingError(
@@ -100,6 +109,12 @@ def check_attention_layers(model: Module, context_length: int, windows: Mapping[
                 f" {windows[module.layer_id]}; serve it without a profile"
             )
         scaled |= {module.k_scale_float, module.v_scale_float} - {None, 1.0}  # 1.0 where the checkpoint has none
+    for window in longer:
+        logger.info(
+            "kvtuner: layers read windows of %d tokens as configured, for which SGLang's code has %d",
+            window - 1,
+            window,
+        )
     if scaled:
         logger.warning("kvtuner: the checkpoint's scales for an fp8 cache are not used: packed rows have their own")
 
@@ -150,6 +165,28 @@ def check_windows(runner: Any, windows: Mapping[int, int]) -> None:
             f"SGLang's attention has {has} for this model, whose layers have windows of"
             f" {' and '.join(map(str, wanted))} tokens; serve it without a profile"
         )
+
+
+def check_readers(model: Module, geometry: CacheGeometry) -> None:
+    """Refuse a loaded model whose layers read others' keys than its configuration says, where any reads another's.
+
+    SGLang gives the attention of such a layer the id of the one that it reads.
+    """
+    if not geometry.num_shared_layers:
+        return
+    read = [int(module.layer_id) for module in model.modules() if isinstance(module, RadixAttention)]
+    wanted = [geometry.owner_of(layer_id) for layer_id in geometry.readers]
+    if len(read) != len(wanted):
+        raise ServingError(
+            f"this model has {len(read)} layers with attention in SGLang and {len(wanted)} by its configuration; serve"
+            " it without a profile"
+        )
+    for layer_id, other, owner in zip(geometry.readers, read, wanted, strict=True):
+        if other != owner:
+            raise ServingError(
+                f"layer {layer_id} of this model reads the keys of layer {other} in SGLang, but by its configuration"
+                f" those of layer {owner}; serve it without a profile"
+            )
 
 
 def first_attention_layer(model: Module) -> int:

@@ -79,7 +79,8 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
     _refuse_other_states(model_config, geometry)
-    windows = [layer_id for layer_id, layer in enumerate(geometry.layers) if layer.kind.name == "window"]
+    readers = geometry.readers
+    windows = [layer for layer in readers if geometry.layers[geometry.owner_of(layer)].kind.name == "window"]
     apart = (model_config.swa_attention_layer_ids or []) if model_config.is_hybrid_swa else windows
     if apart != windows:
         raise UnsupportedModelError(

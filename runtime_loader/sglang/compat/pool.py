@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import (
@@ -122,6 +123,39 @@ def on_pool(
     )
     of_states = f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool"
     install(of_states, build_beside_states, AROUND, "max_total_num_tokens", "req_to_token_pool", "mha_pool_class")
+
+
+def on_stored_layers(first_reader: Callable[[Any], int | None]) -> None:
+    """Leave a model's last layers out of pools where they read other layers' keys; SGLang gives them bytes as well.
+
+    `first_reader` gives the global id of the first of them by SGLang's ModelConfig, and None where there are none.
+    """
+
+    def configured(original: Callable[..., None], self: Any) -> None:
+        if not self.is_draft_worker:
+            with refusing():
+                first = first_reader(self.model_config)
+            if first is not None:
+                self.layer_info = _without_readers(self.layer_info, first)
+        original(self)
+
+    install(f"{_CONFIGURATOR}.__post_init__", configured, AROUND)
+
+
+def _without_readers(layers: Any, first_reader: int) -> Any:
+    """SGLang's ModelLayerInfo of the layers before one."""
+    end = min(layers.end_layer, first_reader)
+
+    def before(layer_ids: list[int] | None) -> list[int] | None:
+        return None if layer_ids is None else [layer_id for layer_id in layer_ids if layer_id < end]
+
+    return msgspec.structs.replace(
+        layers,
+        end_layer=end,
+        num_effective_layers=end - layers.start_layer,
+        swa_attention_layer_ids=before(layers.swa_attention_layer_ids),
+        full_attention_layer_ids=before(layers.full_attention_layer_ids),
+    )
 
 
 def layers_of_pool(kvc: Any) -> Sequence[int]:

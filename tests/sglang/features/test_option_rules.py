@@ -154,7 +154,9 @@ def test_every_rule_of_latents_refuses_its_option(rule: OptionRule) -> None:
 
 def test_keys_per_channel_stand_beside_no_other_layers() -> None:
     fine = {"page_size": 64, **{each.name: each.works[0] for each in PER_CHANNEL_RULES}}
-    with pytest.raises(ServingError, match="beside layers that have a window or keep a state were never tried"):
+    with pytest.raises(
+        ServingError, match="layers that have a window, keep a state or read another layer's keys were never"
+    ):
         refuse_beside_per_channel(arguments(**fine), 32, has_other_layers=True)
 
 

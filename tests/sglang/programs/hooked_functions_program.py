@@ -20,6 +20,7 @@ HOOKED = [
     f"{SRT}.runtime_context.publish",
     f"{SRT}.entrypoints.engine._wait_for_scheduler_ready",
     f"{SRT}.managers.scheduler.Scheduler.get_init_info",
+    f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.__post_init__",
     f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
     f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
     f"{SRT}.mem_cache.memory_pool.MLATokenToKVPool.set_mla_kv_buffer",
@@ -50,7 +51,10 @@ HOOKED = [
 ]
 
 
-FIXED = ("configure", "get_init_info", "_wait_for_scheduler_ready", "_create_buffers", "_init_data_ptrs_and_strides")
+FIXED = (
+    "configure", "get_init_info", "_wait_for_scheduler_ready", "_create_buffers", "_init_data_ptrs_and_strides",
+    "__post_init__",
+)  # fmt: skip
 """Called by SGLang alone, whatever their parameters."""
 INHERITED = ("calculate_pool_sizes", "forward_decode", "forward_extend", "__init__")
 """Methods of which a class has an abstract one where it has none of its own."""

@@ -99,6 +99,8 @@ def check_that_layers_that_do_not_read_their_whole_past_are_refused() -> None:
     attention.check_attention_layers(windowed, 512, {0: 64})
     assert windowed["attn"].sliding_window_size == 63
     assert "window of 64 tokens, shorter" in refusal(attention.check_attention_layers, windowed, 512, {0: 65})
+    attention.check_attention_layers(windowed, 512, {0: 63})
+    assert windowed["attn"].sliding_window_size == 62, "one token more than configured is taken away"
     assert "reads all tokens in SGLang, but by its profile the last 64" in refusal(
         attention.check_attention_layers, model(), 512, {0: 64}
     )
@@ -183,7 +185,7 @@ def check_that_models_that_generate_no_text_or_read_more_are_refused() -> None:
 
     model.mambaish_config = lambda _: None  # type: ignore[assignment]
     plain = {"is_hybrid_swa": False, "is_multimodal": False, "is_generation": True}
-    geometry = SimpleNamespace(layers=[])
+    geometry = SimpleNamespace(layers=[], readers=())
     shape = {"hf_config": SimpleNamespace(architectures=["X"]), "attention_arch": AttentionArch.MHA}
     shape |= {"swa_attention_layer_ids": [0], "context_len": 64}
     model.refuse_other_pools(SimpleNamespace(**shape, **plain), geometry)

@@ -26,6 +26,7 @@ from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
+from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunks
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 LAYERS, SIZE, GQA, ATTEND = 3, 48, 2, sys.argv[2]
@@ -63,6 +64,7 @@ if WINDOW:
     pool.add_copies(SimpleNamespace(req_generation=torch.zeros(4), req_to_token=torch.zeros(4, 8)))
 backend_module.flash_attention = lambda *_: (called_by_place(flash), "")
 backend = backend_module.PackedAttnBackend.__new__(backend_module.PackedAttnBackend)
+backend._shared, backend._is_reader = SharedChunks({}), False
 backend.pool, backend.attention, backend.num_head = pool, attention, GQA
 backend._window, backend.dllm_attention, backend._stored_at, backend._verifies = None, None, None, False
 backend._layers = [(keys, values) for _, keys, values in pool.read_layers]
