@@ -54,12 +54,14 @@ class _Turns:
 
     Attributes:
         waiting: The layer that each waiting task needs.
+        has_loaded: Whether a layer was loaded for them.
         is_busy: Whether a task runs.
         is_ended: Whether tasks are to end.
         failure: The error of a layer that could not be read.
     """
 
     waiting: dict[int, int | None] = field(default_factory=dict)
+    has_loaded: bool = False
     is_busy: bool = False
     is_ended: bool = False
     failure: Exception | None = None
@@ -174,6 +176,9 @@ class StreamedLayers:
         wanted = list(turns.waiting.values())
         if wanted and not turns.is_ended and None not in wanted and self._here not in wanted:
             here = -1 if self._here is None else self._here
+            if not turns.has_loaded and len(set(wanted)) > 1:  # runs that begin at several layers all go up
+                here, self._step = -1, 1
+            turns.has_loaded = True
             ahead = [layer for layer in wanted if layer is not None and (layer - here) * self._step > 0]
             if not ahead:
                 self._step = -self._step

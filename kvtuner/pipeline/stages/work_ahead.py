@@ -78,7 +78,8 @@ def weight_reads_ahead(
     source = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
     calibrate, select, report = (-(-count // SEQUENCES_AT_ONCE) for count in source.num_sequences)
     isolated, sequences = _isolated_runs(source.num_sequences[0], shape, quant)
-    # After each stage candidates lose, so the next one begins with exact runs of its own batches.
+    # After each stage candidates lose, so the next one begins with exact runs of its own batches, whose prompts are
+    # read before what follows them.
     ends = stages(-(-sequences // options.measurement.batch_size))
     runs = [isolated * shape.geometry.num_layers * (end - begin) for begin, end in pairwise([0, *ends])]
     layouts, lengths = _compared_settings(options.measurement, shape, quant, source.sequence_length)
@@ -87,7 +88,7 @@ def weight_reads_ahead(
         **({"scale layouts": calibrate * (3 + layouts)} if layouts else {}),
         "statistics": calibrate,
         "candidates": 3 * calibrate,  # up, down, and the last layers
-        "isolated KL": sum(1 - (-count // SEQUENCES_AT_ONCE) for count in runs)
+        "isolated KL": sum(2 - (-count // SEQUENCES_AT_ONCE) for count in runs)
         if options.measurement.score == "kl"
         else 0,
     }

@@ -104,6 +104,19 @@ def test_sequences_that_run_together_pass_each_layer_once(model_folder: ModelFol
     assert streamed.num_loads - before <= 6 + 2
 
 
+def test_runs_that_begin_at_several_layers_pass_each_layer_once(model_folder: ModelFolder) -> None:
+    chain = streamed_chain(model_folder("llama-gqa", num_hidden_layers=6))
+    streamed = streamed_layers_of(chain.model)
+    assert streamed is not None
+    trace = chain.trace(BATCHES[0].input_ids, BATCHES[0].position_ids)  # which leaves the last layer in memory
+    before = streamed.num_loads
+    starts = (0, 5, 2, 3, 0, 4)
+    found = list(run_sequences(chain.model, lambda n: chain.run(trace.residual[n], trace.calls, start=n), starts))
+    assert streamed.num_loads - before <= 6 + 1
+    for final in found:
+        torch.testing.assert_close(final, trace.final, rtol=0, atol=1e-5)
+
+
 def test_no_two_sequences_run_at_once(model_folder: ModelFolder) -> None:
     chain, inside = streamed_chain(model_folder()), threading.Lock()
 
