@@ -27,7 +27,7 @@ from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from fixture_types import RandomBatches
@@ -68,6 +68,9 @@ def kl_of(
     stop_after: int | None = None,
     plan: ReadPlan = DECODE,
     options: QuantizationOptions = DEFAULTS,
+    candidates: Sequence[Candidate] = CANDIDATES,
+    tell: Callable[[], object] = lambda: None,
+    losers_of: Callable[[Mapping[Candidate, float], int], Collection[Candidate]] | None = None,
 ) -> dict[Candidate, float]:
     calls = 0
     folder.create()
@@ -77,17 +80,19 @@ def kl_of(
         calls += 1
         if calls == stop_after:
             raise Interrupted
+        tell()
 
     return measure_isolated(
         chain,
         batches,
-        CANDIDATES,
+        candidates,
         constants,
         plan=plan,
         options=options,
         folder=folder,
         identity=identity,
         on_forward=on_forward,
+        losers_of=losers_of,
     )
 
 
@@ -221,17 +226,7 @@ def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Pa
     chain, batches, constants = setting
     folder, progress = RunFolder(tmp_path), []
     for _ in range(2):
-        measure_isolated(
-            chain,
-            batches,
-            CANDIDATES,
-            constants,
-            plan=DECODE,
-            options=DEFAULTS,
-            folder=folder,
-            identity="mine",
-            on_forward=lambda: progress.append(1),
-        )
+        kl_of(chain, batches, folder, constants=constants, tell=lambda: progress.append(1))
     assert len(progress) == 2 * 3 * len(CANDIDATES)
 
 
@@ -248,24 +243,9 @@ def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_a
         return LayerSpec(k=Faulty(2), v=Faulty(2)) if candidate == broken else spec_of(candidate, *args)
 
     def measure(folder: RunFolder) -> dict[Candidate, float]:
-        ticks = 0
-
-        def on_forward() -> None:
-            nonlocal ticks
-            ticks += 1
-
-        found = measure_isolated(
-            chain,
-            batches,
-            candidates,
-            constants,
-            plan=DECODE,
-            options=DEFAULTS,
-            folder=folder,
-            identity="mine",
-            on_forward=on_forward,
-        )
-        assert ticks == len(candidates) * len(batches)
+        ticks: list[int] = []
+        found = kl_of(chain, batches, folder, constants=constants, candidates=candidates, tell=lambda: ticks.append(1))
+        assert len(ticks) == len(candidates) * len(batches)
         return found
 
     folder, healthy = RunFolder(tmp_path / "faulty"), RunFolder(tmp_path / "healthy")
@@ -300,15 +280,13 @@ def test_a_loser_is_measured_on_no_more_batches_and_has_the_mean_of_its_own(
     constants = measure_constants(chain, batches)
     losers = {CANDIDATES[0]: 1, CANDIDATES[3]: 2, CANDIDATES[5]: 4}
     rivals = [replace(c, transform="hadamard" if c.transform == "none" else "none") for c in losers]
-    settings: dict[str, Any] = {"plan": DECODE, "options": DEFAULTS, "identity": "mine"}
     candidates = [*CANDIDATES, *rivals]
     ticks: list[int] = []
 
     def measure(folder: RunFolder, batches: Sequence[Batch], **how: Any) -> dict[Candidate, float]:
         ticks.clear()
-        folder.create()
-        how["on_forward"] = lambda: ticks.append(1)
-        return measure_isolated(chain, batches, candidates, constants, folder=folder, **settings, **how)
+        how["tell"] = lambda: ticks.append(1)
+        return kl_of(chain, batches, folder, constants=constants, candidates=candidates, **how)
 
     folder, race = RunFolder(tmp_path / "raced"), StopAfter(losers)
     found = measure(folder, batches, losers_of=race)
@@ -333,7 +311,6 @@ def test_a_loser_goes_on_where_what_beat_it_is_not_finite_on_later_batches(
     winner = CANDIDATES[0]
     loser = replace(winner, transform="hadamard" if winner.transform == "none" else "none")
     candidates, kl_sum = [winner, loser, *CANDIDATES[1:]], isolated._Measurement._kl_sum
-    settings: dict[str, Any] = {"plan": DECODE, "options": DEFAULTS, "identity": "mine"}
 
     def faulty(measurement: Any, run: Any, layer: int, hook: Any) -> float | None:
         broken = run.batch.index > 0 and hook is hooks.get("winner")
@@ -354,16 +331,13 @@ def test_a_loser_goes_on_where_what_beat_it_is_not_finite_on_later_batches(
             hooks["winner"] = hook
         return hook
 
-    whole = RunFolder(tmp_path / "whole")
-    whole.create()
-    expected = measure_isolated(chain, batches, candidates, constants, folder=whole, **settings)
+    expected = kl_of(chain, batches, RunFolder(tmp_path / "whole"), constants=constants, candidates=candidates)
     monkeypatch.setattr(isolated._Measurement, "_kl_sum", faulty)
     monkeypatch.setattr(isolated, "spec_of", naming)
     monkeypatch.setattr(isolated, "quantized_attention", hooked)
     for name in ("first", "first", "second"):
         folder, race = RunFolder(tmp_path / name), StopAfter({loser: 1})
-        folder.create()
-        found = measure_isolated(chain, batches, candidates, constants, folder=folder, losers_of=race, **settings)
+        found = kl_of(chain, batches, folder, constants=constants, candidates=candidates, losers_of=race)
         assert found == {candidate: kl for candidate, kl in expected.items() if candidate != winner}
         assert [(winner in left, loser in left) for left, _ in race.rounds] == [
             (True, True),
