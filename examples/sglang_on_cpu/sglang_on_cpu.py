@@ -124,7 +124,8 @@ def leave_widths_by_layer() -> None:
     pad = widths.update_intermediate_size
 
     def pad_a_number(model_config: Any, name: str, multiple: int) -> Any:
-        of_layers = getattr(model_config.hf_text_config, name, None)
+        text = getattr(model_config, "hf_text_config", model_config)  # a vision tower's configuration has no other inside
+        of_layers = getattr(text, name, None)
         if not isinstance(of_layers, list):
             return pad(model_config, name, multiple)
         if any(width % multiple for width in of_layers):
