@@ -10,15 +10,13 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.auto_settings.whole_model_kl import (
+    Comparand,
     WholeModelKL,
     finite_or_none,
     mean_over_sequences,
     refuse_other_run,
 )
-from kvtuner.journal import Journal
-from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, ScaleLayout, Side, WordBits
-from kvtuner.run_folder import sha256_of
-from kvtuner.workers.work_queue import share_keys
+from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, ScaleLayout, Side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -109,35 +107,23 @@ def compare_layouts(
         RunFolderError: The folder holds the measurements of another model, data or settings.
         NonFiniteActivationError: The model gives NaN or infinity as it is.
     """
-    identity = bench.identity()
-    refuse_other_run(folder, identity, undecided_facts(layouts))
-    quant, model = bench.options.quant, WholeModelKL(bench, folder)
-    journal = Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of)
+    refuse_other_run(folder, bench.identity(), undecided_facts(layouts))
+    quant = bench.options.quant
     bits = compared_width(quant.widths)
 
-    def measure(keys: Sequence[_Key]) -> None:
-        for key in keys:
-            side, group_size, word_bits, _ = key
-            options = with_layout(quant, side, ScaleLayout(group_size, word_bits))
-            journal.append({**dict(zip(_FACTS, key, strict=True)), "kl": model.measure(options, bits, (side,))})
+    def settings(comparand: Comparand) -> tuple[QuantizationOptions, int, Sequence[Side]]:
+        side, group_size, word_bits, _ = comparand
+        return with_layout(quant, side, ScaleLayout(group_size, word_bits)), bits, (side,)
 
-    def key(side: Side, layout: ScaleLayout) -> _Key:
+    def comparand(side: Side, layout: ScaleLayout) -> Comparand:
         return side, layout.group_size, layout.word_bits, bits
 
-    def kl(side: Side, layout: ScaleLayout) -> float:
-        return mean_over_sequences(journal.record(key(side, layout))["kl"])
-
-    share_keys(
-        folder, journal, JOURNAL, [key(side, layout) for side, pair in layouts.items() for layout in pair], measure
-    )
+    model = WholeModelKL(bench, folder, JOURNAL, _FACTS, settings)
+    kls = model.of_each_sequence([comparand(side, layout) for side, pair in layouts.items() for layout in pair])
     return tuple(
-        LayoutComparison(side, *pair, bits, *(kl(side, layout) for layout in pair)) for side, pair in layouts.items()
+        LayoutComparison(side, *pair, bits, *(mean_over_sequences(kls[comparand(side, layout)]) for layout in pair))
+        for side, pair in layouts.items()
     )
 
 
 _FACTS: Final = ("side", "group_size", "word_bits", "bits")
-_Key = tuple[Side, int | None, WordBits, int]
-
-
-def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in _FACTS)

@@ -10,21 +10,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.auto_settings.whole_model_kl import (
+    Comparand,
     WholeModelKL,
     finite_or_none,
     mean_over_sequences,
     refuse_other_run,
 )
-from kvtuner.journal import Journal
 from kvtuner.precision import SIDES, ExactWindow
-from kvtuner.run_folder import sha256_of
-from kvtuner.workers.work_queue import share_keys
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.calibration.workbench import Workbench
+    from kvtuner.precision import Side
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "window-lengths.jsonl"
@@ -108,26 +107,22 @@ def compare_lengths(bench: Workbench, folder: RunFolder, undecided: Collection[s
     quant = bench.options.quant
     sinks = quant.window.sinks
     bench = bench.with_quant(replace(quant, window=ExactWindow(0, sinks)))
-    identity = bench.identity()
-    refuse_other_run(folder, identity, {*WINDOW_FACTS, *undecided})
+    refuse_other_run(folder, bench.identity(), {*WINDOW_FACTS, *undecided})
     narrow = min(quant.widths)
     widths = narrow, min(bits for bits in quant.widths if bits >= COMPARED_BITS)
-    journal = Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of)
-    model = WholeModelKL(bench, folder)
 
-    def measure(items: Sequence[tuple[int, int]]) -> None:
-        for length, bits in items:
-            kl = model.measure(replace(quant, window=ExactWindow(length, sinks)), bits, SIDES)
-            journal.append({"residual_length": length, "bits": bits, "kl": kl})
+    def settings(comparand: Comparand) -> tuple[QuantizationOptions, int, Sequence[Side]]:
+        length, bits = comparand
+        return replace(quant, window=ExactWindow(length, sinks)), bits, SIDES
 
     lengths = lengths_for(bench.corpus.splits["calibrate"].shape[1])
-    share_keys(folder, journal, JOURNAL, [(length, bits) for length in lengths for bits in widths], measure)
+    model = WholeModelKL(bench, folder, JOURNAL, _FACTS, settings)
+    kls = model.of_each_sequence([(length, bits) for length in lengths for bits in widths])
     kl = {}
     for length in lengths:
-        narrow_kl, wide_kl = (mean_over_sequences(journal.record((length, bits))["kl"]) for bits in widths)
+        narrow_kl, wide_kl = (mean_over_sequences(kls[length, bits]) for bits in widths)
         kl[length] = narrow_kl, wide_kl
     return LengthComparison(bench.loaded.shape.context_length, sinks, kl, widths)
 
 
-def _key_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    return record["residual_length"], record["bits"]
+_FACTS: Final = ("residual_length", "bits")

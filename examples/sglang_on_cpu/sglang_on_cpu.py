@@ -124,7 +124,8 @@ def leave_widths_by_layer() -> None:
     pad = widths.update_intermediate_size
 
     def pad_a_number(model_config: Any, name: str, multiple: int) -> Any:
-        text = getattr(model_config, "hf_text_config", model_config)  # a vision tower's configuration has no other inside
+        # The configuration of a vision tower, which is padded too, has no other inside.
+        text = getattr(model_config, "hf_text_config", model_config)
         of_layers = getattr(text, name, None)
         if not isinstance(of_layers, list):
             return pad(model_config, name, multiple)

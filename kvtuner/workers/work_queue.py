@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 FIRST_POLL_S: Final = 0.02
 LONGEST_POLL_S: Final = 0.5
+WORTH_PREPARING: Final = 3
+"""So many items are left to groups that others have prepared: fewer are done sooner by those than prepared again."""
+PATIENCE_S: Final = 1.0
+"""An idle worker leaves them for no longer than this."""
 
 WorkItem = TypeVar("WorkItem")
 
@@ -49,14 +53,16 @@ class WorkQueue(Generic[WorkItem]):
 
         `refresh` reads what was journalled since, for `is_done`. `measure` gets at most `at_once` items, or
         `at_once_alone` while there is no other worker, and journals their results. Items of a group share preparation:
-        those of `held_groups`, which this process has prepared, are taken first, and those of a group that others work
-        on last.
+        those of `held_groups`, which this process has prepared, are taken first, and those of a group that others have
+        worked on last: not at all for `PATIENCE_S` where fewer than `WORTH_PREPARING` are left.
         """
         self._claims = claims_of(folder)
         self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
         self._refresh, self._is_done, self._measure, self._key_of = refresh, is_done, measure, key_of
         self._group_of, self._held_groups = group_of, held_groups
         self._at_once, self._at_once_alone = at_once, at_once_alone or at_once
+        self._groups: dict[str, Hashable] = {}  # of all items that came up, by their texts
+        self._idle_since = time.monotonic()
 
     def finish(
         self,
@@ -77,13 +83,12 @@ class WorkQueue(Generic[WorkItem]):
         if not left:
             return
         with self._claims.beating():
-            wait = FIRST_POLL_S
+            last = time.monotonic()
             while left:
                 if self.take_some(left) or (meanwhile is not None and meanwhile()):
-                    wait = FIRST_POLL_S
+                    last = time.monotonic()
                 else:
-                    time.sleep(wait)
-                    wait = min(2 * wait, LONGEST_POLL_S)
+                    time.sleep(_poll_after(time.monotonic() - last))
                 left = self._without_done(left, on_done)
 
     @property
@@ -93,10 +98,10 @@ class WorkQueue(Generic[WorkItem]):
 
     def take_some(self, left: Collection[WorkItem]) -> bool:
         """Take and do items that are not done and that nobody has; False where there are none."""
-        ordered = self._in_order([item for item in left if not self._is_done(item)])
-        texts = {self._text_of(item): item for item in ordered}
+        texts = self._in_order([item for item in left if not self._is_done(item)])
         taken = self._claims.take(texts, self._at_once_alone if self.is_alone else self._at_once) if texts else []
         if taken:  # another worker may have done one, and ended, after it was looked up
+            self._idle_since = time.monotonic()
             self._refresh()
         missing = [texts[text] for text in taken if not self._is_done(texts[text])]
         if missing:
@@ -107,15 +112,22 @@ class WorkQueue(Generic[WorkItem]):
                 raise
         return bool(taken)
 
-    def _in_order(self, left: Collection[WorkItem]) -> list[WorkItem]:
+    def _in_order(self, left: Collection[WorkItem]) -> dict[str, WorkItem]:
+        """The items that this worker would take, by their texts, first those that take it the least."""
+        texts = {self._text_of(item): item for item in left}
+        self._groups.update((text, self._group_of(item)) for text, item in texts.items())
         held = self._claims.held_by_others()
-        busy = {self._group_of(item) for item in left if self._text_of(item) in held} - {None}
-
-        def rank(item: WorkItem) -> int:
-            group = self._group_of(item)
-            return 0 if group in self._held_groups else 2 if group in busy else 1
-
-        return sorted(left, key=rank)  # a stable sort: otherwise in the given order
+        groups_of_others = {self._groups[text] for text in held if text in self._groups} - {None}
+        here, unprepared, elsewhere = dict[str, WorkItem](), dict[str, WorkItem](), dict[str, WorkItem]()
+        for text in (text for text in texts if text not in held):
+            group = self._groups[text]
+            to = here if group in self._held_groups else elsewhere if group in groups_of_others else unprepared
+            to[text] = texts[text]
+        if here or unprepared or not elsewhere:
+            self._idle_since = time.monotonic()
+        elif len(elsewhere) < WORTH_PREPARING and time.monotonic() - self._idle_since < PATIENCE_S:
+            elsewhere.clear()
+        return here | unprepared | elsewhere
 
     def _without_done(
         self, left: Mapping[WorkItem, None], on_done: Callable[[WorkItem], object] | None
@@ -133,15 +145,18 @@ class WorkQueue(Generic[WorkItem]):
         return self._prefix + canonical_json(self._key_of(item))
 
 
+def _poll_after(idle_s: float) -> float:
+    """The seconds until a worker that has been idle for so long looks again: what it then finds late is a tenth."""
+    return min(max(FIRST_POLL_S, idle_s / 10), LONGEST_POLL_S)
+
+
 def share_keys(
     folder: RunFolder,
     journal: Journal,
     kind: str,
     keys: Sequence[WorkItem],
     measure: Callable[[Sequence[WorkItem]], None],
-    on_done: Callable[[WorkItem], object] | None = None,
     *,
-    group_of: Callable[[WorkItem], Hashable] = lambda _: None,
     meanwhile: Callable[[], bool] | None = None,
 ) -> None:
     """Have a record of every key in the journal, one at a time; `measure` appends those of the keys that it gets.
@@ -155,5 +170,4 @@ def share_keys(
         refresh=journal.refresh,
         is_done=lambda key: journal.known(key) is not None,
         measure=measure,
-        group_of=group_of,
-    ).finish(keys, on_done=on_done, meanwhile=meanwhile)
+    ).finish(keys, meanwhile=meanwhile)

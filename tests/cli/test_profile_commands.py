@@ -277,9 +277,9 @@ def test_a_measured_choice_decides_the_measurements_the_bytes_and_the_profile(
 ) -> None:
     from kvtuner.calibration.auto_settings import scale_layouts
 
-    def measure(self: Any, quant: Any, bits: int, sides: tuple[str]) -> list[float]:
+    def measure(self: Any, quant: Any, bits: int, sides: tuple[str], constants: Any, places: Any) -> list[float]:
         is_better = (quant.layout(sides[0]).word_bits == 16) == (sides[0] == short_side)
-        return [0.25 if is_better else 0.5] * 2
+        return [0.25 if is_better else 0.5] * len(places)
 
     monkeypatch.setattr(scale_layouts.WholeModelKL, "measure", measure)
     out = tmp_path / "run"

@@ -14,6 +14,7 @@ import pytest
 
 from kvtuner.journal import Journal
 from kvtuner.run_folder import RunFolder
+from kvtuner.workers import work_queue
 from kvtuner.workers.work_claims import Claims
 from kvtuner.workers.work_queue import WorkQueue, share_keys
 
@@ -68,12 +69,34 @@ def test_what_this_process_has_prepared_comes_first_and_what_others_work_on_last
     claims.take(names, 1)
 
     def meanwhile() -> bool:
-        other.measure([0])
-        return True
+        if not other.measured:
+            other.measure([0])
+        return False
 
     squares.queue.finish([0, 1, 10, 20, 21], meanwhile=meanwhile)
     assert squares.measured == [[20], [21], [10], [1]]
     assert other.measured == [[0]], "an item that another one has is waited for"
+
+
+def test_a_few_items_are_left_to_the_worker_that_has_prepared_their_group_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_queue, "PATIENCE_S", 0.2)
+    folder = RunFolder(tmp_path)
+    squares, other = Squares(folder), Squares(folder)
+    Claims(folder, "another machine|1|1").take([squares.queue._text_of(item) for item in (0, 10)], 2)
+    other.measure([0, 10])
+    assert not squares.queue.take_some([0, 1, 2])
+    assert squares.queue.take_some([0, 1, 2, 20]) and squares.measured == [[20]]
+    assert squares.queue.take_some([1, 2, 3]) and squares.measured == [[20], [1]], "three are worth preparing"
+    assert not squares.queue.take_some([2, 3])
+    time.sleep(0.25)
+    assert not squares.queue.take_some([]), "with nothing to take no time passes"
+    assert not squares.queue.take_some([2, 3])
+    time.sleep(0.25)
+    assert squares.queue.take_some([2, 3]) and squares.measured == [[20], [1], [2]]
+    squares.queue.finish([0, 1, 2, 3])
+    assert squares.measured == [[20], [1], [2], [3]]
 
 
 def test_items_of_a_measurement_that_fails_are_free_again(tmp_path: Path) -> None:

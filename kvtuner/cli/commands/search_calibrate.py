@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.cli.command import Command, add_options, add_switch
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
 from kvtuner.pipeline.progress import say, say_loading
-from kvtuner.pipeline.stages.worker_processes import WorkerPlace
+from kvtuner.pipeline.stages.worker_processes import WorkerPlace, begin_imports
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -21,7 +21,7 @@ def _search(args: Namespace) -> int:
     options = options_from(SearchOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    is_first = _begin()
+    is_first = _begin(options)
     from kvtuner.pipeline.search import run_search
 
     results = run_search(options, on_result=None if args.json else partial(_print_result, verbose=args.verbose))
@@ -31,11 +31,13 @@ def _search(args: Namespace) -> int:
     return 0
 
 
-def _begin() -> bool:
+def _begin(options: CalibrateOptions) -> bool:
     """Say that the command begins, in the first of the processes that torchrun started; whether this is it."""
     is_first = WorkerPlace.from_environment().is_first
     if is_first:
         say_loading()
+    if options.workers > 1:
+        begin_imports("kvtuner.pipeline.search")
     return is_first
 
 
@@ -52,7 +54,7 @@ def _calibrate(args: Namespace) -> int:
     options = options_from(CalibrateOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    is_first = _begin()
+    is_first = _begin(options)
     from kvtuner.pipeline.search import run_calibration
 
     result = run_calibration(options).to_json()

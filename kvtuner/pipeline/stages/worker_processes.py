@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
 from kvtuner.errors import OptionError
@@ -92,6 +93,16 @@ def quiet_unless_first(place: WorkerPlace, folder: RunFolder) -> Iterator[None]:
             sys.stderr, sys.stdout = before
 
 
+def begin_imports(module: str) -> None:
+    """Import a module in the process that workers will be forked from, while this one goes on to import it too."""
+    multiprocessing.set_forkserver_preload([module])
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: the first process ends the others itself
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 @contextmanager
 def workers_beside(
     options: MeasuringOptionsOf, folder: RunFolder, help_with: Callable[[MeasuringOptionsOf, WorkerPlace], object]
@@ -115,12 +126,12 @@ def workers_beside(
 
     folder.create()
     threads = torch.get_num_threads()
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     alone = replace(options, workers=1)
     processes = {
-        number: spawn.Process(
+        number: context.Process(
             target=_work,
-            args=(alone, WorkerPlace(number, count, number, count), help_with, folder.path),
+            args=(alone, WorkerPlace(number, count, number, count), help_with, folder.path, dict(os.environ)),
             name=f"kvtuner-worker-{number}",
             daemon=True,
         )
@@ -142,7 +153,10 @@ def workers_beside(
         torch.set_num_threads(threads)  # of which this process had its share
 
 
-def _work(options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: Path) -> None:
+def _work(
+    options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: Path, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)  # the server's is of the time when it was started
     threading.Thread(target=_end_with_parent, name="kvtuner-parent", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first one has its results
     log: TextIO
