@@ -105,7 +105,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         host = "refused: it takes its own cache alone" if name in NO_CACHE_OF_OURS else search
         search += ", images too" if name in read() else ""
         server = search if is_refused else _served(name, config, classes.get(name))
-        triton = "-" if server.startswith("refused") else _triton(config)
+        triton = "-" if server.startswith(("refused", "fails")) else _triton(config)
         yield name, search, host, server, triton
 
 
@@ -138,6 +138,13 @@ def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -
     """What a server does, by SGLang's own reading of a configuration as a checkpoint of that class has it."""
     if name in served():
         return f"tested as `{served()[name]}`"
+    shrunk = import_module("tiny.shrunk_models")
+    if name in shrunk.SERVED:
+        return "tested, shrunk"
+    if name in shrunk.FAILING:
+        return f"fails in SGLang, without a profile too: {shrunk.FAILING[name]}"
+    if name in shrunk.ANSWERED_OTHERWISE:
+        return "answered otherwise by SGLang, without a profile too"
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models.registry import ModelRegistry
 

@@ -22,7 +22,7 @@ FIRST_POLL_S: Final = 0.02
 LONGEST_POLL_S: Final = 0.5
 WORTH_PREPARING: Final = 3
 """So many items are left to groups that others have prepared: fewer are done sooner by those than prepared again."""
-PATIENCE_S: Final = 1.0
+LEFT_FOR_S: Final = 1.0
 """An idle worker leaves them for no longer than this."""
 
 WorkItem = TypeVar("WorkItem")
@@ -54,7 +54,7 @@ class WorkQueue(Generic[WorkItem]):
         `refresh` reads what was journalled since, for `is_done`. `measure` gets at most `at_once` items, or
         `at_once_alone` while there is no other worker, and journals their results. Items of a group share preparation:
         those of `held_groups`, which this process has prepared, are taken first, and those of a group that others have
-        worked on last: not at all for `PATIENCE_S` where fewer than `WORTH_PREPARING` are left.
+        worked on last: not at all for `LEFT_FOR_S` where fewer than `WORTH_PREPARING` are left.
         """
         self._claims = claims_of(folder)
         self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
@@ -125,7 +125,7 @@ class WorkQueue(Generic[WorkItem]):
             to[text] = texts[text]
         if here or unprepared or not elsewhere:
             self._idle_since = time.monotonic()
-        elif len(elsewhere) < WORTH_PREPARING and time.monotonic() - self._idle_since < PATIENCE_S:
+        elif len(elsewhere) < WORTH_PREPARING and time.monotonic() - self._idle_since < LEFT_FOR_S:
             elsewhere.clear()
         return here | unprepared | elsewhere
 

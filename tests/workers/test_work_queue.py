@@ -81,7 +81,7 @@ def test_what_this_process_has_prepared_comes_first_and_what_others_work_on_last
 def test_a_few_items_are_left_to_the_worker_that_has_prepared_their_group_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_queue, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(work_queue, "LEFT_FOR_S", 0.2)
     folder = RunFolder(tmp_path)
     squares, other = Squares(folder), Squares(folder)
     Claims(folder, "another machine|1|1").take([squares.queue._text_of(item) for item in (0, 10)], 2)

@@ -95,8 +95,8 @@ def quiet_unless_first(place: WorkerPlace, folder: RunFolder) -> Iterator[None]:
 
 def begin_imports(module: str) -> None:
     """Import a module in the process that workers will be forked from, while this one goes on to import it too."""
-    multiprocessing.set_forkserver_preload([module])
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: the first process ends the others itself
+    multiprocessing.set_forkserver_preload([f"{__package__}.silent_interrupt", module])
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits until it has imported the first
     try:
         forkserver.ensure_running()
     finally:
@@ -157,6 +157,7 @@ def _work(
     options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: Path, environment: dict[str, str]
 ) -> None:
     os.environ.update(environment)  # the server's is of the time when it was started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends the others
     threading.Thread(target=_end_with_parent, name="kvtuner-parent", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first one has its results
     log: TextIO
@@ -164,8 +165,6 @@ def _work(
         sys.stderr = sys.stdout = log
         try:
             help_with(options, place)
-        except KeyboardInterrupt:
-            sys.exit(130)
         except Exception as error:
             print(f"{type(error).__name__}: {error}", file=log)
             sys.exit(1)

@@ -15,7 +15,7 @@ from kvtuner.runtime_loader.sglang.option_rules import METADATA_BACKEND
 from kvtuner.runtime_loader.sglang.process_state import process_state, refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.nn import Module
 
@@ -80,9 +80,7 @@ def check_attention_layers(model: Module, context_length: int, windows: Mapping[
     """
     scaled: set[float | None] = set()
     longer: set[int] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, RadixAttention):
-            continue
+    for name, module in _attention_layers(model):
         if module.attn_type != AttentionType.DECODER or module.is_cross_attention:
             raise ServingError(f"{name} of this model is not a decoder's attention; serve it without a profile")
         if module.xai_temperature_len > 0:
@@ -136,8 +134,8 @@ def read_absorbed(model: Module, channels: tuple[int, int]) -> None:
         return AttnForwardMethod.MLA
 
     expanded = {id(module.attn_mha) for module in model.modules() if isinstance(module, DeepseekV2AttentionMLA)}
-    for name, module in model.named_modules():
-        if not isinstance(module, RadixAttention) or id(module) in expanded:
+    for name, module in _attention_layers(model):
+        if id(module) in expanded:
             continue
         if (module.tp_k_head_num, module.qk_head_dim, module.v_head_dim) != (1, sum(channels), channels[0]):
             raise ServingError(
@@ -174,7 +172,7 @@ def check_readers(model: Module, geometry: CacheGeometry) -> None:
     """
     if not geometry.num_shared_layers:
         return
-    read = [int(module.layer_id) for module in model.modules() if isinstance(module, RadixAttention)]
+    read = [int(module.layer_id) for _, module in _attention_layers(model)]
     wanted = [geometry.owner_of(layer_id) for layer_id in geometry.readers]
     if len(read) != len(wanted):
         raise ServingError(
@@ -190,8 +188,21 @@ def check_readers(model: Module, geometry: CacheGeometry) -> None:
 
 
 def first_attention_layer(model: Module) -> int:
-    """The global id of the first layer with attention on this rank."""
-    return min(int(module.layer_id) for module in model.modules() if isinstance(module, RadixAttention))
+    """The global id of the first layer with attention on this rank; a `ServingError` where there is none."""
+    layer_ids = [int(module.layer_id) for _, module in _attention_layers(model)]
+    if not layer_ids:
+        raise ServingError("SGLang's code for this model has no attention of its own; serve it without a profile")
+    return min(layer_ids)
+
+
+def _attention_layers(model: Module) -> Iterator[tuple[str, RadixAttention]]:
+    """The name and the attention of every layer of a loaded model on this rank."""
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield name, module
+    # Where SGLang runs transformers' code of a model, these are no modules of it.
+    for layer_id, module in getattr(model, "attention_instances", {}).items():
+        yield f"attention_instances.{layer_id}", module
 
 
 def refuse_unserved(arguments: dict[str, Any]) -> None:

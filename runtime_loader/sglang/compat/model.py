@@ -10,7 +10,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_ranges import write_layers
-from kvtuner.runtime_loader.sglang.compat.positions import BASES, refuse_other_positions
+from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_positions
 
 if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry
@@ -28,7 +28,8 @@ _MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
 def configuration_of(model_config: Any) -> Any:
     """The configuration of a model as transformers reads it and profiles record it, with what a server overrides."""
     config = model_config.hf_config
-    if config.model_type not in _MADE_ALIKE and not keeps_states(model_config):
+    is_of_sglang = type(config).__module__.startswith("sglang.")  # which may rename the model's class, as for OLMo 3
+    if config.model_type not in _MADE_ALIKE and not is_of_sglang and not keeps_states(model_config):
         return config
     own = _own_class(config).from_pretrained(model_config.model_path, revision=model_config.revision)
     for name, value in model_config.model_override_args.items():
@@ -88,8 +89,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f" {model_config.context_len} tokens {write_layers(windows) or 'none'} of its layers have one; add"
             " --disable-hybrid-swa-memory, or serve it without a profile"
         )
-    if name in BASES:
-        refuse_other_positions(configuration_of(model_config), model_config.hf_config)
+    refuse_other_positions(configuration_of(model_config), model_config.hf_config)
     if windows and not _gives_windows(name):
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"

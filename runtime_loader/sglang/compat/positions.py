@@ -8,17 +8,20 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvtuner.errors import UnsupportedModelError
+from kvtuner.exported_configs.identity.model_identity import architecture_of
 
 BASES: Final = {
     "Exaone4ForCausalLM": 1e6,
     "ExaoneMoEForCausalLM": 1e6,
     "ExaoneMoeForCausalLM": 1e6,
     "GraniteMoeHybridForCausalLM": 1e4,
+    "Olmo3ForCausalLM": 1e4,
     "Qwen3NextForCausalLM": 1e4,
 }
 """The architectures whose rotary base SGLang reads from a field rope_theta alone, with the base it takes without one.
 
-transformers 5 writes the base into rope_parameters only, and moves it there from that field of a file.
+transformers 5 writes the base into rope_parameters only, by type of layer where there are several, and moves it there
+from that field of a file.
 """
 _BY_WORD: Final = ("Exaone4ForCausalLM",)
 """The architectures whose windows SGLang reads from a word in the configuration, not from its types of layers."""
@@ -30,7 +33,7 @@ def refuse_other_positions(config: Any, served: Any) -> None:
 
     Its configuration is transformers' own, with what a server overrides, and `served` is the one that SGLang holds.
     """
-    name, text = served.architectures[0], config.get_text_config(decoder=True)
+    name, text = architecture_of(config), config.get_text_config(decoder=True)
     if name in BASES and getattr(text, "position_embedding_type", "rope") == "rope":
         _refuse_other_base(text, served, name)
     if name in _BY_WORD:
@@ -39,7 +42,9 @@ def refuse_other_positions(config: Any, served: Any) -> None:
 
 def _refuse_other_base(text: Any, served: Any, name: str) -> None:
     """Refuse a model whose rotary base is not the one that SGLang reads."""
-    base = (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
+    rotary = getattr(text, "rope_parameters", None) or {}
+    types = [part for part in rotary.values() if isinstance(part, dict)] or [rotary]
+    base = next((part["rope_theta"] for part in types if "rope_theta" in part), None)
     read = getattr(served, "rope_theta", BASES[name])
     if base is not None and read != base:
         raise UnsupportedModelError(

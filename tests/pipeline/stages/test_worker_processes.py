@@ -32,6 +32,33 @@ SEARCH = (
     *("--trials", "12", "--no-three-bits", "--word-bits", "32", "--no-report"),
 )
 SLURM_SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "cluster" / "search.sbatch"
+SCRIPT = """
+import os
+import sys
+import time
+from pathlib import Path
+
+from kvtuner.pipeline.options import CalibrateOptions
+from kvtuner.pipeline.stages.worker_processes import begin_imports, workers_beside
+from kvtuner.run_folder import RunFolder
+
+
+def show(options, place):
+    is_imported = "statistics" in sys.modules
+    later = os.environ["SET_LATER"]
+    print(f"worker {place.number} of {place.count}: SET_LATER is {later}, statistics is imported: {is_imported}")
+
+
+if __name__ == "__main__":
+    begin_imports("statistics")
+    os.environ["SET_LATER"] = "yes"
+    folder = Path(sys.argv[1])
+    with workers_beside(CalibrateOptions(workers=3), RunFolder(folder), show):
+        logs = [folder / f"worker-{number}.log" for number in (1, 2)]
+        while not all(log.exists() and log.stat().st_size for log in logs):
+            time.sleep(0.05)
+    print("workers have ended")
+"""
 JOURNALS = {
     STATISTICS: ("batch",),
     CANDIDATES: ("batch",),
@@ -151,6 +178,46 @@ def test_a_worker_that_fails_is_named_and_its_work_is_done(
     done = run(command(folder, "--workers", "2"))
     assert "worker 1 ended with status 1" in done.stderr
     assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
+
+
+def test_workers_have_imported_and_see_the_environment_of_now(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SET_LATER": "no"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "workers have ended\n"
+    for number in (1, 2):
+        log = (tmp_path / f"worker-{number}.log").read_text()
+        assert log == f"worker {number} of 3: SET_LATER is yes, statistics is imported: True\n"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0])
+def test_ctrl_c_while_libraries_are_imported_ends_all_processes_in_one_line(seconds: float, tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        command(tmp_path / "run", "--workers", "2"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    assert started.stderr is not None
+    first = started.stderr.readline()  # it says that it loads libraries
+    time.sleep(seconds)
+    os.killpg(started.pid, signal.SIGINT)
+    _, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, first + stderr
+    assert "Traceback" not in stderr
+    assert stderr.endswith("kvtuner search: interrupted; run the same command again to resume\n")
+    with pytest.raises(ProcessLookupError):
+        _wait_for_the_end_of(started.pid)
+
+
+def _wait_for_the_end_of(group: int) -> None:
+    """Raise `ProcessLookupError` once no process of a group is left."""
+    for _ in range(100):
+        os.killpg(group, 0)
+        time.sleep(0.1)
 
 
 def test_workers_under_torchrun_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import Exaone4Config, Qwen3NextConfig
+from transformers import Exaone4Config, Olmo3Config, Qwen3NextConfig
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_positions
@@ -66,9 +66,22 @@ def test_a_rotary_base_that_sglang_does_not_read_is_refused_with_the_flag_that_t
 
 def test_a_base_is_compared_with_what_sglangs_own_configuration_holds() -> None:
     """SGLang reads some models by a class of its own, which takes a default where a file has rope_parameters alone."""
-    config = Qwen3NextConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25})
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    config = Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], rope_parameters=rope)
     served = SimpleNamespace(architectures=["Qwen3NextForCausalLM"], rope_theta=1e4)
     with pytest.raises(UnsupportedModelError, match=r"takes 10000.0 for its rotary base, which is 10000000.0"):
         refuse_other_positions(config, served)
     served.rope_theta = 10_000_000
+    refuse_other_positions(config, served)
+
+
+def test_a_base_by_type_of_layer_is_refused_where_sglang_reads_one_field() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    config = Olmo3Config(
+        architectures=["Olmo3ForCausalLM"], rope_parameters={"sliding_attention": rope, "full_attention": rope}
+    )
+    served = SimpleNamespace(architectures=["Olmo2ForCausalLM"], rope_theta=10000.0)
+    with pytest.raises(UnsupportedModelError, match=r"Olmo3ForCausalLM takes 10000\.0 for .*, which is 5000"):
+        refuse_other_positions(config, served)
+    served.rope_theta = 5e5
     refuse_other_positions(config, served)
