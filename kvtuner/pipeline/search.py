@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.verdict import Verdict
     from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
+    from kvtuner.pipeline.stages.worker_processes import WaitingWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,15 @@ class CalibrationResult:
         }
 
 
-def run_calibration(options: CalibrateOptions) -> CalibrationResult:
-    """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
+def run_calibration(options: CalibrateOptions, *, waiting: WaitingWorkers | None = None) -> CalibrationResult:
+    """Measure the sensitivity of every layer, or go on where the same calibration was interrupted.
+
+    Its other workers are those that are `waiting`, or are started.
+    """
     folder = run_folder(options.model, options.out, "calibration")
     refuse_ranks(options, WorkerPlace.from_environment())
     checked_shape(options)
-    with workers_beside(options, folder, _calibrate) as place:
+    with workers_beside(options, folder, _calibrate, waiting) as place:
         return _calibrate(options, place)
 
 
@@ -131,18 +135,22 @@ class SearchResult:
 
 
 def run_search(
-    options: SearchOptions, *, on_result: Callable[[SearchResult], None] | None = None
+    options: SearchOptions,
+    *,
+    on_result: Callable[[SearchResult], None] | None = None,
+    waiting: WaitingWorkers | None = None,
 ) -> list[SearchResult]:
     """Search, or go on where the same search was interrupted; returns one result for each budget, in their order.
 
-    `on_result` is called with every result as soon as its files are written.
+    `on_result` is called with every result as soon as its files are written. Its other workers are those that are
+    `waiting`, or are started.
     """
     refuse_ranks(options, WorkerPlace.from_environment())
     shape = checked_shape(options)
     targets = targets_of(options, shape, calibration_options(options.measurement, shape).quant)
     folder = _search_folder(options, targets)
     refuse_other_targets(folder, targets)
-    with workers_beside(options, folder, _search) as place:
+    with workers_beside(options, folder, _search, waiting) as place:
         return _search(options, place, on_result)
 
 

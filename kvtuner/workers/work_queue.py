@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 FIRST_POLL_S: Final = 0.02
 LONGEST_POLL_S: Final = 0.5
-WORTH_PREPARING: Final = 3
-"""So many items are left to groups that others have prepared: fewer are done sooner by those than prepared again."""
-LEFT_FOR_S: Final = 1.0
-"""An idle worker leaves them for no longer than this."""
+FEWEST_WORTH_PREPARING: Final = 3
+"""Fewer items of groups that others have prepared are done sooner by those than by who would prepare them again."""
+MOST_LOOKS: Final = 30
+"""The looks, a second of them or more, after which an idle worker takes even those: it may then help for long.
+
+They are counted, not timed: all ranks of a group must decide alike.
+"""
 
 WorkItem = TypeVar("WorkItem")
 
@@ -54,7 +57,7 @@ class WorkQueue(Generic[WorkItem]):
         `refresh` reads what was journalled since, for `is_done`. `measure` gets at most `at_once` items, or
         `at_once_alone` while there is no other worker, and journals their results. Items of a group share preparation:
         those of `held_groups`, which this process has prepared, are taken first, and those of a group that others have
-        worked on last: not at all for `LEFT_FOR_S` where fewer than `WORTH_PREPARING` are left.
+        worked on last, where they are fewer than `FEWEST_WORTH_PREPARING` only once in `MOST_LOOKS`.
         """
         self._claims = claims_of(folder)
         self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
@@ -62,7 +65,7 @@ class WorkQueue(Generic[WorkItem]):
         self._group_of, self._held_groups = group_of, held_groups
         self._at_once, self._at_once_alone = at_once, at_once_alone or at_once
         self._groups: dict[str, Hashable] = {}  # of all items that came up, by their texts
-        self._idle_since = time.monotonic()
+        self._idle_looks = 0
 
     def finish(
         self,
@@ -98,10 +101,9 @@ class WorkQueue(Generic[WorkItem]):
 
     def take_some(self, left: Collection[WorkItem]) -> bool:
         """Take and do items that are not done and that nobody has; False where there are none."""
-        texts = self._in_order([item for item in left if not self._is_done(item)])
+        texts = self._wanted([item for item in left if not self._is_done(item)])
         taken = self._claims.take(texts, self._at_once_alone if self.is_alone else self._at_once) if texts else []
         if taken:  # another worker may have done one, and ended, after it was looked up
-            self._idle_since = time.monotonic()
             self._refresh()
         missing = [texts[text] for text in taken if not self._is_done(texts[text])]
         if missing:
@@ -112,8 +114,8 @@ class WorkQueue(Generic[WorkItem]):
                 raise
         return bool(taken)
 
-    def _in_order(self, left: Collection[WorkItem]) -> dict[str, WorkItem]:
-        """The items that this worker would take, by their texts, first those that take it the least."""
+    def _wanted(self, left: Collection[WorkItem]) -> dict[str, WorkItem]:
+        """The items that this worker would take, by their texts, in the order of the groups that it has prepared."""
         texts = {self._text_of(item): item for item in left}
         self._groups.update((text, self._group_of(item)) for text, item in texts.items())
         held = self._claims.held_by_others()
@@ -123,10 +125,11 @@ class WorkQueue(Generic[WorkItem]):
             group = self._groups[text]
             to = here if group in self._held_groups else elsewhere if group in groups_of_others else unprepared
             to[text] = texts[text]
-        if here or unprepared or not elsewhere:
-            self._idle_since = time.monotonic()
-        elif len(elsewhere) < WORTH_PREPARING and time.monotonic() - self._idle_since < LEFT_FOR_S:
-            elsewhere.clear()
+        if elsewhere and not here and not unprepared and len(elsewhere) < FEWEST_WORTH_PREPARING:
+            self._idle_looks += 1
+            if self._idle_looks < MOST_LOOKS:
+                return {}
+            self._idle_looks = 0
         return here | unprepared | elsewhere
 
     def _without_done(

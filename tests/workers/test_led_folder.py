@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from kvtuner.errors import RunFolderError
 from kvtuner.journal import Journal
 from kvtuner.run_folder import RunFolder
+from kvtuner.workers import work_queue
 from kvtuner.workers.led_folder import LedFolder, claims_of
 from kvtuner.workers.work_claims import CLAIMS, Claims
-from kvtuner.workers.work_queue import share_keys
+from kvtuner.workers.work_queue import WorkQueue, share_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,3 +93,33 @@ def test_a_group_does_each_item_once_beside_another_worker(on_ranks: OnRanks, tm
     assert [record["key"] for record in RunFolder(tmp_path).records("items.jsonl")] == keys
     workers = {record["worker"] for record in RunFolder(tmp_path).records(CLAIMS)}
     assert len(workers - {None, "elsewhere|1|1"}) == 1
+
+
+def test_ranks_leave_items_to_another_worker_for_as_many_looks_however_long_each_takes(
+    on_ranks: OnRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_queue, "MOST_LOOKS", 5)
+    others = WorkQueue[int](
+        RunFolder(tmp_path), "kind", None, refresh=lambda: None, is_done=lambda _: False, measure=lambda _: None
+    )
+    Claims(RunFolder(tmp_path), "elsewhere|1|1").take([others._text_of(0)])
+
+    def work(group: RankGroup) -> tuple[int, list[int]]:
+        measured, looks = list[int](), 0
+        queue = WorkQueue[int](
+            LedFolder(RunFolder(tmp_path), group),
+            "kind",
+            None,
+            refresh=lambda: None,
+            is_done=lambda item: item in measured,
+            measure=measured.extend,
+            group_of=lambda item: item // 10,
+        )
+        assert not queue.take_some([0])
+        while not queue.take_some([1, 2]):
+            looks += 1
+            time.sleep(0.03 * group.number)
+        queue.finish([1, 2])
+        return looks, measured
+
+    assert on_ranks(2, work) == [(4, [1, 2])] * 2

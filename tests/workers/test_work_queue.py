@@ -78,23 +78,21 @@ def test_what_this_process_has_prepared_comes_first_and_what_others_work_on_last
     assert other.measured == [[0]], "an item that another one has is waited for"
 
 
-def test_a_few_items_are_left_to_the_worker_that_has_prepared_their_group_for_a_while(
+def test_a_few_items_are_left_to_the_worker_that_has_prepared_their_group_for_some_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_queue, "LEFT_FOR_S", 0.2)
+    monkeypatch.setattr(work_queue, "MOST_LOOKS", 3)
     folder = RunFolder(tmp_path)
     squares, other = Squares(folder), Squares(folder)
     Claims(folder, "another machine|1|1").take([squares.queue._text_of(item) for item in (0, 10)], 2)
     other.measure([0, 10])
     assert not squares.queue.take_some([0, 1, 2])
-    assert squares.queue.take_some([0, 1, 2, 20]) and squares.measured == [[20]]
+    assert squares.queue.take_some([0, 1, 2, 20]) and squares.measured == [[20]], "its own come first"
     assert squares.queue.take_some([1, 2, 3]) and squares.measured == [[20], [1]], "three are worth preparing"
+    assert not squares.queue.take_some([]), "with nothing to take it does not look"
     assert not squares.queue.take_some([2, 3])
-    time.sleep(0.25)
-    assert not squares.queue.take_some([]), "with nothing to take no time passes"
-    assert not squares.queue.take_some([2, 3])
-    time.sleep(0.25)
-    assert squares.queue.take_some([2, 3]) and squares.measured == [[20], [1], [2]]
+    assert squares.queue.take_some([2, 3]) and squares.measured == [[20], [1], [2]], "the third look"
+    assert not squares.queue.take_some([3])
     squares.queue.finish([0, 1, 2, 3])
     assert squares.measured == [[20], [1], [2], [3]]
 

@@ -9,36 +9,44 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.cli.command import Command, add_options, add_switch
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
 from kvtuner.pipeline.progress import say, say_loading
-from kvtuner.pipeline.stages.worker_processes import WorkerPlace, begin_imports
+from kvtuner.pipeline.stages.worker_processes import WorkerPlace, check_workers, waiting_workers
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from contextlib import AbstractContextManager
 
     from kvtuner.pipeline.search import SearchResult
+    from kvtuner.pipeline.stages.worker_processes import WaitingWorkers
 
 
 def _search(args: Namespace) -> int:
     options = options_from(SearchOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    is_first = _begin(options)
-    from kvtuner.pipeline.search import run_search
+    is_first = _begin()
+    with _waiting_workers(options) as waiting:
+        from kvtuner.pipeline.search import run_search
 
-    results = run_search(options, on_result=None if args.json else partial(_print_result, verbose=args.verbose))
+        on_result = None if args.json else partial(_print_result, verbose=args.verbose)
+        results = run_search(options, on_result=on_result, waiting=waiting)
     if args.json and is_first:
         printed = [result.to_json() for result in results]
         print(json.dumps(printed[0] if len(printed) == 1 else printed, indent=1))
     return 0
 
 
-def _begin(options: CalibrateOptions) -> bool:
+def _begin() -> bool:
     """Say that the command begins, in the first of the processes that torchrun started; whether this is it."""
     is_first = WorkerPlace.from_environment().is_first
     if is_first:
         say_loading()
-    if options.workers > 1:
-        begin_imports("kvtuner.pipeline.search")
     return is_first
+
+
+def _waiting_workers(options: CalibrateOptions) -> AbstractContextManager[WaitingWorkers]:
+    """The other processes of a command, which import what it needs while this one does."""
+    check_workers(options)
+    return waiting_workers(options.workers - 1, "kvtuner.pipeline.search")
 
 
 def _print_result(result: SearchResult, *, verbose: bool) -> None:
@@ -54,10 +62,11 @@ def _calibrate(args: Namespace) -> int:
     options = options_from(CalibrateOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    is_first = _begin(options)
-    from kvtuner.pipeline.search import run_calibration
+    is_first = _begin()
+    with _waiting_workers(options) as waiting:
+        from kvtuner.pipeline.search import run_calibration
 
-    result = run_calibration(options).to_json()
+        result = run_calibration(options, waiting=waiting).to_json()
     if not is_first:
         return 0
     if args.json:

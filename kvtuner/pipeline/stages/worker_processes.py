@@ -8,9 +8,9 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
 from kvtuner.errors import OptionError
@@ -18,8 +18,9 @@ from kvtuner.pipeline.options import CalibrateOptions
 from kvtuner.pipeline.progress import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
 
     from kvtuner.run_folder import RunFolder
 
@@ -93,72 +94,107 @@ def quiet_unless_first(place: WorkerPlace, folder: RunFolder) -> Iterator[None]:
             sys.stderr, sys.stdout = before
 
 
-def begin_imports(module: str) -> None:
-    """Import a module in the process that workers will be forked from, while this one goes on to import it too."""
-    multiprocessing.set_forkserver_preload([f"{__package__}.silent_interrupt", module])
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits until it has imported the first
+@dataclass(frozen=True, slots=True)
+class WaitingWorkers:
+    """Processes that were started before their work was known, each with the pipe by which it gets it."""
+
+    processes: Sequence[SpawnProcess] = ()
+    tasks: Sequence[Connection] = ()
+
+
+@contextmanager
+def waiting_workers(count: int, module: str | None = None) -> Iterator[WaitingWorkers]:
+    """Start processes that import a module, while this one goes on, and wait; end them with the block."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe(duplex=False) for _ in range(count)]
+    processes = [
+        spawn.Process(target=_wait_for_work, args=(receiver, module), name=f"kvtuner-worker-{number}", daemon=True)
+        for number, (receiver, _) in enumerate(pipes, 1)
+    ]
     try:
-        forkserver.ensure_running()
+        with _without_interrupts():  # which they inherit: Ctrl-C is for the first process, which ends the others
+            for process in processes:
+                process.start()
+        for receiver, _ in pipes:
+            receiver.close()
+        yield WaitingWorkers(processes, [sender for _, sender in pipes])
+    finally:
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            sender.close()
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager
 def workers_beside(
-    options: MeasuringOptionsOf, folder: RunFolder, help_with: Callable[[MeasuringOptionsOf, WorkerPlace], object]
+    options: MeasuringOptionsOf,
+    folder: RunFolder,
+    help_with: Callable[[MeasuringOptionsOf, WorkerPlace], object],
+    waiting: WaitingWorkers | None = None,
 ) -> Iterator[WorkerPlace]:
-    """Start the other workers that the options ask for, and end them with the block; gives this process's place.
+    """Let the other workers that the options ask for help, and end them with the block; gives this process's place.
 
-    Each calls `help_with`, a function of a module. One that fails is named; the others do its work.
+    Each calls `help_with`, a function of a module. One that fails is named; the others do its work. They are those that
+    are `waiting`, or are started here.
 
     Raises:
         OptionError: Workers were asked for in a process that torchrun started, or too many.
     """
     place, count = WorkerPlace.from_environment(), options.workers
+    check_workers(options)
     if count == 1:
         yield place
         return
-    if place.count > 1:
-        raise OptionError("torchrun starts the workers; leave --workers out")
-    if count > MAX_WORKERS_HERE:
-        raise OptionError(f"--workers must be at most {MAX_WORKERS_HERE}, but is {count}")
     import torch
 
     folder.create()
     threads = torch.get_num_threads()
-    context = multiprocessing.get_context("forkserver")
     alone = replace(options, workers=1)
-    processes = {
-        number: context.Process(
-            target=_work,
-            args=(alone, WorkerPlace(number, count, number, count), help_with, folder.path, dict(os.environ)),
-            name=f"kvtuner-worker-{number}",
-            daemon=True,
-        )
-        for number in range(1, count)
-    }
-    for process in processes.values():
-        process.start()
-    ended = threading.Event()
-    watch = threading.Thread(target=_name_failures, args=(processes, folder, ended), daemon=True)
-    watch.start()
-    try:
-        yield WorkerPlace(0, count, 0, count)
-    finally:
-        ended.set()
-        watch.join()
-        for process in processes.values():
-            process.terminate()
-            process.join()
-        torch.set_num_threads(threads)  # of which this process had its share
+    with nullcontext(waiting) if waiting is not None else waiting_workers(count - 1) as workers:
+        for number, sender in enumerate(workers.tasks, 1):
+            with suppress(BrokenPipeError):  # of a process that has ended, which is named below
+                sender.send((alone, WorkerPlace(number, count, number, count), help_with, folder.path))
+        ended = threading.Event()
+        left = dict(enumerate(workers.processes, 1))
+        watch = threading.Thread(target=_name_failures, args=(left, folder, ended), daemon=True)
+        watch.start()
+        try:
+            yield WorkerPlace(0, count, 0, count)
+        finally:
+            ended.set()
+            watch.join()
+            for process in workers.processes:
+                process.terminate()
+                process.join()
+            torch.set_num_threads(threads)  # of which this process had its share
 
 
-def _work(
-    options: Any, place: WorkerPlace, help_with: Callable[..., object], folder: Path, environment: dict[str, str]
-) -> None:
-    os.environ.update(environment)  # the server's is of the time when it was started
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends the others
+def check_workers(options: CalibrateOptions) -> None:
+    """Refuse workers by an `OptionError` in a process that torchrun started, and too many of them."""
+    if options.workers > 1 and WorkerPlace.from_environment().count > 1:
+        raise OptionError("torchrun starts the workers; leave --workers out")
+    if options.workers > MAX_WORKERS_HERE:
+        raise OptionError(f"--workers must be at most {MAX_WORKERS_HERE}, but is {options.workers}")
+
+
+def _wait_for_work(tasks: Connection, module: str | None) -> None:
     threading.Thread(target=_end_with_parent, name="kvtuner-parent", daemon=True).start()
+    if module is not None:
+        import_module(module)
+    options, place, help_with, folder = tasks.recv()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first one has its results
     log: TextIO
     with (folder / f"worker-{place.number}.log").open("a", buffering=1, encoding="utf-8") as log:

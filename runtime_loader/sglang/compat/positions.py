@@ -43,9 +43,17 @@ def refuse_other_positions(config: Any, served: Any) -> None:
 def _refuse_other_base(text: Any, served: Any, name: str) -> None:
     """Refuse a model whose rotary base is not the one that SGLang reads."""
     rotary = getattr(text, "rope_parameters", None) or {}
-    types = [part for part in rotary.values() if isinstance(part, dict)] or [rotary]
-    base = next((part["rope_theta"] for part in types if "rope_theta" in part), None)
-    read = getattr(served, "rope_theta", BASES[name])
+    by_type = {kind: part for kind, part in rotary.items() if isinstance(part, dict)}
+    bases = {part["rope_theta"] for part in (by_type or {"": rotary}).values() if "rope_theta" in part}
+    scaled = {kind: part["rope_type"] for kind, part in by_type.items() if part.get("rope_type") != "default"}
+    if len(bases) > 1 or (scaled and not getattr(served, "rope_scaling", None)):
+        what = f"bases {sorted(bases)}" if len(bases) > 1 else f"a rope_type of {scaled}"
+        raise UnsupportedModelError(
+            f"SGLang's code for {name} reads one rotary base and one rope_scaling, and no rope_parameters by type of"
+            f" layer; this model has {what}; write rope_theta and rope_scaling into its config.json, as the hub's"
+            f" checkpoints have them, or serve it without a profile ({_ALSO})"
+        )
+    base, read = next(iter(bases), None), getattr(served, "rope_theta", BASES[name])
     if base is not None and read != base:
         raise UnsupportedModelError(
             f"SGLang's code for {name} takes {read} for its rotary base, which is {base} by rope_parameters: it reads"

@@ -175,6 +175,27 @@ def test_what_a_folder_holds_is_not_measured_again_and_gives_the_same(
     assert compare_layouts(other, LAYOUTS, folder) != first and other.chain.count.layer_tokens > 0
 
 
+def test_batches_that_others_measured_are_joined_in_their_order_and_lines_of_whole_splits_are_not_read(
+    bench_of: Callable[..., Workbench], tmp_path: Path
+) -> None:
+    alone, shared = RunFolder(tmp_path / "alone"), RunFolder(tmp_path / "shared")
+    alone.create()
+    first = compare_layouts(bench_of(), LAYOUTS, alone)
+    records = [{name: value for name, value in line.items() if name != "crc32"} for line in alone.records(JOURNAL)]
+    of_others = [record for record in records if record["batch"] == (0 if record["side"] == "k" else 2)]
+    shared.create()
+    shared.append(JOURNAL, *reversed(of_others))
+    old = {name: value for name, value in records[0].items() if name != "batch"}
+    shared.append(JOURNAL, {**old, "kl": [9.0, 9.0, 9.0]})
+    bench = bench_of()
+    assert compare_layouts(bench, LAYOUTS, shared) == first
+    measured = list(shared.records(JOURNAL))[len(of_others) + 1 :]
+    assert len(of_others) == 4 and len(measured) == 8
+    assert {(record["side"], record["word_bits"], record["batch"]) for record in [*of_others, *measured]} == {
+        (side, bits, batch) for side in "kv" for bits in (32, 16) for batch in range(3)
+    }
+
+
 def test_the_folder_of_another_run_is_refused_before_anything_is_measured(
     bench_of: Callable[..., Workbench], tmp_path: Path
 ) -> None:

@@ -33,31 +33,30 @@ SEARCH = (
 )
 SLURM_SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "cluster" / "search.sbatch"
 SCRIPT = """
-import os
+import multiprocessing
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from kvtuner.pipeline.options import CalibrateOptions
-from kvtuner.pipeline.stages.worker_processes import begin_imports, workers_beside
+from kvtuner.pipeline.stages.worker_processes import waiting_workers, workers_beside
 from kvtuner.run_folder import RunFolder
 
 
 def show(options, place):
-    is_imported = "statistics" in sys.modules
-    later = os.environ["SET_LATER"]
-    print(f"worker {place.number} of {place.count}: SET_LATER is {later}, statistics is imported: {is_imported}")
+    print(f"worker {place.number} of {place.count} for {options.workers}: {'statistics' in sys.modules}")
 
 
 if __name__ == "__main__":
-    begin_imports("statistics")
-    os.environ["SET_LATER"] = "yes"
-    folder = Path(sys.argv[1])
-    with workers_beside(CalibrateOptions(workers=3), RunFolder(folder), show):
-        logs = [folder / f"worker-{number}.log" for number in (1, 2)]
-        while not all(log.exists() and log.stat().st_size for log in logs):
-            time.sleep(0.05)
-    print("workers have ended")
+    for name in ("started", "waiting"):
+        folder = Path(sys.argv[1]) / name
+        with waiting_workers(2, "statistics") if name == "waiting" else nullcontext() as waiting:
+            with workers_beside(CalibrateOptions(workers=3), RunFolder(folder), show, waiting):
+                logs = [folder / f"worker-{number}.log" for number in (1, 2)]
+                while not all(log.exists() and log.stat().st_size for log in logs):
+                    time.sleep(0.05)
+    print("children:", multiprocessing.active_children())
 """
 JOURNALS = {
     STATISTICS: ("batch",),
@@ -180,18 +179,20 @@ def test_a_worker_that_fails_is_named_and_its_work_is_done(
     assert (folder / "profile.json").read_bytes() == (alone / "profile.json").read_bytes()
 
 
-def test_workers_have_imported_and_see_the_environment_of_now(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def test_workers_wait_with_what_they_import_or_are_started_with_their_work(tmp_path: Path) -> None:
+    (tmp_path / "statistics.py").write_text("raise RuntimeError('of the folder where the command runs')")
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
     script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SET_LATER": "no"}
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "workers have ended\n"
+    assert done.stdout == "children: []\n"
     for number in (1, 2):
-        log = (tmp_path / f"worker-{number}.log").read_text()
-        assert log == f"worker {number} of 3: SET_LATER is yes, statistics is imported: True\n"
+        for name, has_imported in (("started", False), ("waiting", True)):
+            log = (tmp_path / name / f"worker-{number}.log").read_text()
+            assert log == f"worker {number} of 3 for 1: {has_imported}\n"
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0])

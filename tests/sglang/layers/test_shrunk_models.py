@@ -55,7 +55,7 @@ def test_a_served_kind_agrees_with_the_transformers_host(
 def test_a_kind_that_fails_does_so_without_a_profile(
     kind: str, reason: str, folder_of: Callable[[str], Path], serve: Serve
 ) -> None:
-    with pytest.raises(pytest.fail.Exception) as failure, serve(folder_of(kind)) as server:
+    with pytest.raises(pytest.fail.Exception) as failure, serve(folder_of(kind), *FLAGS) as server:
         server.generate([[5, 6, 7]], 2)
     assert reason in str(failure.value)
 
@@ -68,7 +68,7 @@ def test_other_answers_are_those_of_a_server_without_a_profile(
     folder = folder_of(kind)
     config = AutoConfig.from_pretrained(folder)
     native = profile_of(config, [LayerQuantization(16, 16)] * config.num_hidden_layers)
-    with serve(folder) as server:
+    with serve(folder, *FLAGS) as server:
         agreement = compare(server, folder, native, prompts(*LENGTHS), 20)
     assert agreement.own == 0
     assert agreement.divergence > 0.01

@@ -75,13 +75,27 @@ def test_a_base_is_compared_with_what_sglangs_own_configuration_holds() -> None:
     refuse_other_positions(config, served)
 
 
-def test_a_base_by_type_of_layer_is_refused_where_sglang_reads_one_field() -> None:
+def olmo(sliding: dict[str, Any] | None = None, **full: Any) -> Olmo3Config:
+    """An OLMo 3 with rotary parameters by type of layer."""
     rope = {"rope_type": "default", "rope_theta": 5e5}
-    config = Olmo3Config(
-        architectures=["Olmo3ForCausalLM"], rope_parameters={"sliding_attention": rope, "full_attention": rope}
-    )
+    by_type = {"sliding_attention": {**rope, **(sliding or {})}, "full_attention": {**rope, **full}}
+    return Olmo3Config(architectures=["Olmo3ForCausalLM"], rope_parameters=by_type)
+
+
+def test_a_base_by_type_of_layer_is_refused_where_sglang_reads_one_field() -> None:
     served = SimpleNamespace(architectures=["Olmo2ForCausalLM"], rope_theta=10000.0)
-    with pytest.raises(UnsupportedModelError, match=r"Olmo3ForCausalLM takes 10000\.0 for .*, which is 5000"):
-        refuse_other_positions(config, served)
+    with pytest.raises(UnsupportedModelError, match=r"Olmo3ForCausalLM takes 10000.0 for .*, which is 5000"):
+        refuse_other_positions(olmo(), served)
     served.rope_theta = 5e5
-    refuse_other_positions(config, served)
+    refuse_other_positions(olmo(), served)
+
+
+def test_two_bases_or_a_scaling_of_one_type_of_layer_are_refused_whatever_field_sglang_has() -> None:
+    served = SimpleNamespace(architectures=["Olmo2ForCausalLM"], rope_theta=5e5)
+    with pytest.raises(UnsupportedModelError, match=r"this model has bases \[10000.0, 500000.0\]"):
+        refuse_other_positions(olmo({"rope_theta": 1e4}), served)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    with pytest.raises(UnsupportedModelError, match=r"this model has a rope_type of \{'full_attention': 'yarn'\}; "):
+        refuse_other_positions(olmo(**yarn), served)
+    served.rope_scaling = yarn
+    refuse_other_positions(olmo(**yarn), served)
