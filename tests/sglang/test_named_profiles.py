@@ -196,7 +196,7 @@ def test_a_server_serves_the_catalogues_profile_by_the_model_alone(serve: Serve)
     assert info["kvtuner_window"] == {"residual_length": 32, "sinks": 0} == asdict(profile.window)
 
 
-@pytest.mark.parametrize("place", ["page", "card"])
+@pytest.mark.parametrize("place", [pytest.param("page", marks=pytest.mark.full), "card"])
 def test_the_command_that_is_printed_serves_from_where_it_says(
     place: str, hub: LoopbackHub, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -247,9 +248,17 @@ def test_clients_that_go_away_free_their_pages(serve: Callable[..., Any]) -> Non
         assert 'sglang:num_aborted_requests_total{model_name="tiny"} 6.0' in text
 
 
-def test_one_more_than_may_be_is_told_to_come_again(serve: Callable[..., Any]) -> None:
+def test_one_more_than_may_be_is_told_to_come_again(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve(most_requests=2) as served:
-        client = served.client()
+        client, step = served.client(), served.engine.step
+
+        def step_slowly() -> Any:
+            time.sleep(0.03)  # so that what is endless outlasts whatever else keeps this machine busy
+            return step()
+
+        monkeypatch.setattr(served.engine, "step", step_slowly)
         endless: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 480, "stream": True, **GREEDY}
         first, second = client.completions.create(**endless), client.completions.create(**endless)
         with pytest.raises(openai.RateLimitError, match="2 requests are unfinished, as many as may be") as refused:

@@ -60,7 +60,7 @@ def test_the_harness_scores_and_generates_as_transformers_does(
 
 @pytest.mark.slow
 @pytest.mark.sglang
-@pytest.mark.parametrize("interface", ["sglang-oai", "sglang-oai-chat"])
+@pytest.mark.parametrize("interface", ["sglang-oai", pytest.param("sglang-oai-chat", marks=pytest.mark.full)])
 def test_sglangs_benchmark_measures_it(interface: str, served: Any, model_folder: ModelFolder, tmp_path: Path) -> None:
     result = tmp_path / "result.jsonl"
     path = os.pathsep.join([str(ROOT / "examples" / "sglang_on_cpu"), str(ROOT)])

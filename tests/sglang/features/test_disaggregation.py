@@ -51,7 +51,7 @@ def answers_of(server: Server | Pair, prompts: list[list[int]]) -> list[list[int
     "options",
     [
         ("--kvtuner-attend", "cache", "--page-size", "1", "--chunked-prefill-size", "32"),
-        ("--kvtuner-attend", "fresh", "--page-size", "16"),
+        pytest.param(("--kvtuner-attend", "fresh", "--page-size", "16"), marks=pytest.mark.full),
         ("--kvtuner-attend", "cache", "--page-size", "16", "--tp-size", "2"),
     ],
     ids=["tokens in chunks", "pages", "pages of two ranks"],

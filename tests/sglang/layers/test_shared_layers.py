@@ -61,7 +61,7 @@ def read_the_first_full_layer(model: Any) -> None:
     ("name", "attend"),
     [
         ("gemma4-readers-images", "fresh"),
-        ("gemma4-readers-images", "cache"),
+        pytest.param("gemma4-readers-images", "cache", marks=pytest.mark.full),
         ("gemma3n", "fresh"),
         pytest.param("gemma3n", "cache", marks=pytest.mark.full),
     ],
