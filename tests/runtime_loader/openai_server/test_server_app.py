@@ -248,9 +248,7 @@ def test_clients_that_go_away_free_their_pages(serve: Callable[..., Any]) -> Non
         assert 'sglang:num_aborted_requests_total{model_name="tiny"} 6.0' in text
 
 
-def test_one_more_than_may_be_is_told_to_come_again(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_more_than_may_be_is_told_to_come_again(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(most_requests=2) as served:
         client, step = served.client(), served.engine.step
 
