@@ -120,10 +120,10 @@ def waiting_workers(count: int, module: str | None = None) -> Iterator[WaitingWo
         yield WaitingWorkers(processes, [sender for _, sender in pipes])
     finally:
         for process, (_, sender) in zip(processes, pipes, strict=True):
-            sender.close()
             if process.pid is not None:
                 process.terminate()
                 process.join()
+            sender.close()
 
 
 @contextmanager
@@ -145,10 +145,10 @@ def workers_beside(
     help_with: Callable[[MeasuringOptionsOf, WorkerPlace], object],
     waiting: WaitingWorkers | None = None,
 ) -> Iterator[WorkerPlace]:
-    """Let the other workers that the options ask for help, and end them with the block; gives this process's place.
+    """Let the other workers that the options ask for help; gives this process's place.
 
-    Each calls `help_with`, a function of a module. One that fails is named; the others do its work. They are those that
-    are `waiting`, or are started here.
+    They are those that are `waiting`, or are started and end with the block. Each calls `help_with`, a function of a
+    module. One that fails is named; the others do its work.
 
     Raises:
         OptionError: Workers were asked for in a process that torchrun started, or too many.
@@ -176,9 +176,6 @@ def workers_beside(
         finally:
             ended.set()
             watch.join()
-            for process in workers.processes:
-                process.terminate()
-                process.join()
             torch.set_num_threads(threads)  # of which this process had its share
 
 
@@ -194,7 +191,10 @@ def _wait_for_work(tasks: Connection, module: str | None) -> None:
     threading.Thread(target=_end_with_parent, name="kvtuner-parent", daemon=True).start()
     if module is not None:
         import_module(module)
-    options, place, help_with, folder = tasks.recv()
+    try:
+        options, place, help_with, folder = tasks.recv()
+    except EOFError:  # the first process has ended
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first one has its results
     log: TextIO
     with (folder / f"worker-{place.number}.log").open("a", buffering=1, encoding="utf-8") as log:

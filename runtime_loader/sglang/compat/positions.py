@@ -33,8 +33,11 @@ def refuse_other_positions(config: Any, served: Any) -> None:
 
     Its configuration is transformers' own, with what a server overrides, and `served` is the one that SGLang holds.
     """
-    name, text = architecture_of(config), config.get_text_config(decoder=True)
-    if name in BASES and getattr(text, "position_embedding_type", "rope") == "rope":
+    name = architecture_of(config)
+    if name not in BASES:
+        return
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "position_embedding_type", "rope") == "rope":
         _refuse_other_base(text, served, name)
     if name in _BY_WORD:
         _refuse_other_pattern(text, name)

@@ -186,7 +186,7 @@ def check_that_models_that_generate_no_text_or_read_more_are_refused() -> None:
     model.mambaish_config = lambda _: None  # type: ignore[assignment]
     plain = {"is_hybrid_swa": False, "is_multimodal": False, "is_generation": True}
     geometry = SimpleNamespace(layers=[], readers=())
-    shape = {"hf_config": SimpleNamespace(architectures=["X"]), "attention_arch": AttentionArch.MHA}
+    shape = {"hf_config": SimpleNamespace(architectures=["X"], model_type="x"), "attention_arch": AttentionArch.MHA}
     shape |= {"swa_attention_layer_ids": [0], "context_len": 64}
     model.refuse_other_pools(SimpleNamespace(**shape, **plain), geometry)
     for name, value in plain.items():
