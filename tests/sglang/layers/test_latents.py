@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from served_layers.two_kinds import number
+from served_layers.two_kinds import TRITON, number
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -88,7 +88,7 @@ def test_16_bits_and_a_server_without_a_profile_are_plain_transformers(
 ) -> None:  # fmt: skip
     folder = model_folder("deepseek-v2", **{**FAMILIES["deepseek-v2"], **PLAIN_SIZES, "num_hidden_layers": 2})
     native = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(16, 16)] * 2, by_kinds=True)
-    own = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
+    own = TRITON
     for flags in (own, ("--kvtuner-profile", str(save_profile(native)))):
         with serve(folder, *flags, "--skip-server-warmup") as server:
             agreement = compare(server, folder, native, prompts(5, 33), 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from served_layers.two_kinds import TEXT_ALONE, number
+from served_layers.two_kinds import TEXT_ALONE, TRITON, number
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 W, F = "sliding_attention", "full_attention"
 CHUNK = 64
-FLAGS = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
-"""SGLang asks for this backend by name before it knows of a profile; its kernels are interpreted, split by split."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4-readers-images": {"tie_word_embeddings": True},
     "gemma3n": {"tie_word_embeddings": True, "layer_types": [W, F, W, F, W, F, W]},
@@ -47,7 +45,7 @@ LAYERS = [LayerQuantization(8, 8), LayerQuantization(2, 2)]
 
 
 def flags_of(name: str) -> tuple[str, ...]:
-    return (*FLAGS, "--chunked-prefill-size", str(CHUNK), *(TEXT_ALONE if "images" in name else ()))
+    return (*TRITON, "--chunked-prefill-size", str(CHUNK), *(TEXT_ALONE if "images" in name else ()))
 
 
 def read_the_first_full_layer(model: Any) -> None:
@@ -139,7 +137,7 @@ def test_16_bits_are_plain_transformers_where_layers_read_others(
     name = "gemma4-readers-images"
     folder = model_folder(name, **FAMILIES[name])
     native = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(16, 16)] * 2, by_kinds=True)
-    agreement = compare_served(folder, native, *FLAGS, *TEXT_ALONE).agreement
+    agreement = compare_served(folder, native, *TRITON, *TEXT_ALONE).agreement
     assert agreement.own < 1e-12
     assert agreement.divergence < 1e-6
     assert agreement.same_argmax == 1
@@ -152,7 +150,7 @@ def test_ranks_share_the_heads_of_layers_that_others_read(
     name = "gemma4-readers-images"
     folder = model_folder(name, **FAMILIES[name])
     profile = profile_of(AutoConfig.from_pretrained(folder), LAYERS, by_kinds=True, window=ExactWindow(8, 2))
-    flags = (*FLAGS, *TEXT_ALONE, "--tp-size", "2", "--chunked-prefill-size", "32")
+    flags = (*TRITON, *TEXT_ALONE, "--tp-size", "2", "--chunked-prefill-size", "32")
     served = compare_served(folder, profile, *flags, lengths=(5, 33, 60), chunk=32, num_tokens=20)
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
@@ -166,7 +164,7 @@ def test_layers_of_all_types_are_packed_where_no_context_is_longer_than_a_window
     folder = model_folder("gemma3n", **FAMILIES["gemma3n"], sliding_window=512)
     profile = mixed_profile(folder, by_kinds=True)
     assert profile.tuned_geometry().ids == (0, 1, 2, 3)
-    served = compare_served(folder, profile, *FLAGS, lengths=PROMPTS)
+    served = compare_served(folder, profile, *TRITON, lengths=PROMPTS)
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
 
@@ -174,7 +172,7 @@ def test_layers_of_all_types_are_packed_where_no_context_is_longer_than_a_window
 def test_a_model_whose_layers_read_others_in_sglang_is_refused(refused: Refused, model_folder: ModelFolder) -> None:
     """SGLang's code for Gemma 3n takes the last two layers that store for one with a window and a full one."""
     folder = model_folder("gemma3n", tie_word_embeddings=True)
-    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
+    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *TRITON)
     assert line.startswith("layer 4 of this model reads the keys of layer 3 in SGLang, but by its configuration")
 
 

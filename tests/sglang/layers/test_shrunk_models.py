@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from served_layers.two_kinds import TRITON
 from tiny.shrunk_models import ANSWERED_OTHERWISE, FAILING, SERVED, shrunk_model
 from transformers import AutoConfig
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from fixture_types import Compare, CompareServed, MakeTokenizer, MixedProfile, ProfileOf, Prompts, Serve
 
-FLAGS = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
 OWN_FLAGS = {"olmo3": ("--json-model-override-args", '{"rope_theta": 500000.0}')}
 ALWAYS = "smollm3"
 """The kind that is not of the full tests alone; SGLang runs transformers' code of it."""
@@ -43,7 +43,7 @@ def folder_of(tmp_path: Path, make_tokenizer: MakeTokenizer) -> Callable[[str], 
 def test_a_served_kind_agrees_with_the_transformers_host(
     kind: str, folder_of: Callable[[str], Path], mixed_profile: MixedProfile, compare_served: CompareServed
 ) -> None:
-    folder, flags = folder_of(kind), (*FLAGS, *OWN_FLAGS.get(kind, ()))
+    folder, flags = folder_of(kind), (*TRITON, *OWN_FLAGS.get(kind, ()))
     profile = mixed_profile(folder, by_kinds=True)
     agreement = compare_served(folder, profile, *flags, lengths=LENGTHS, num_tokens=20).agreement
     assert agreement.own > 1e-5
@@ -55,7 +55,7 @@ def test_a_served_kind_agrees_with_the_transformers_host(
 def test_a_kind_that_fails_does_so_without_a_profile(
     kind: str, reason: str, folder_of: Callable[[str], Path], serve: Serve
 ) -> None:
-    with pytest.raises(pytest.fail.Exception) as failure, serve(folder_of(kind), *FLAGS) as server:
+    with pytest.raises(pytest.fail.Exception) as failure, serve(folder_of(kind), *TRITON) as server:
         server.generate([[5, 6, 7]], 2)
     assert reason in str(failure.value)
 
@@ -68,7 +68,7 @@ def test_other_answers_are_those_of_a_server_without_a_profile(
     folder = folder_of(kind)
     config = AutoConfig.from_pretrained(folder)
     native = profile_of(config, [LayerQuantization(16, 16)] * config.num_hidden_layers)
-    with serve(folder, *FLAGS) as server:
+    with serve(folder, *TRITON) as server:
         agreement = compare(server, folder, native, prompts(*LENGTHS), 20)
     assert agreement.own == 0
     assert agreement.divergence > 0.01

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from served_layers.two_kinds import TEXT_ALONE, number, packed_bytes
+from served_layers.two_kinds import TEXT_ALONE, TRITON, number, packed_bytes
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -43,8 +43,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 APART = ("gpt-oss", "gemma4-images")
 """Those whose windows SGLang keeps in a part of the pool of their own; it keeps all tokens of the others'."""
-FLAGS = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
-"""SGLang asks for this backend by name before it knows of a profile; its kernels are interpreted, split by split."""
 WINDOWS = {"gemma3": ExactWindow(8, 2), "gpt-oss": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
 
@@ -57,7 +55,7 @@ def test_full_layers_are_packed_and_windows_are_read_by_sglangs_own_kernels(
 ) -> None:
     folder = model_folder(name, **LAYERS, **FAMILIES[name])
     profile = mixed_profile(folder, by_kinds=True, window=WINDOWS.get(name))
-    served = compare_served(folder, profile, *FLAGS, *(TEXT_ALONE if "images" in name else ()))
+    served = compare_served(folder, profile, *TRITON, *(TEXT_ALONE if "images" in name else ()))
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
     packed, (window, full) = packed_bytes(profile), itemgetter(0, 1)(profile.geometry.owners())
@@ -78,7 +76,7 @@ def test_ranks_share_the_heads_of_both_parts_and_their_sinks(
     compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
 ) -> None:
     folder = model_folder("gpt-oss", **LAYERS)
-    served = compare_served(folder, mixed_profile(folder, by_kinds=True), *FLAGS, "--tp-size", "2")
+    served = compare_served(folder, mixed_profile(folder, by_kinds=True), *TRITON, "--tp-size", "2")
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
     assert served.log.count("layers 0, 2, 4 have windows, in a part of their own") == 2
@@ -90,7 +88,7 @@ def test_16_bits_are_plain_transformers_with_windows(
 ) -> None:
     folder = model_folder(name, **LAYERS, **FAMILIES[name])
     native = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(16, 16)] * 3, by_kinds=True)
-    agreement = compare_served(folder, native, *FLAGS).agreement
+    agreement = compare_served(folder, native, *TRITON).agreement
     assert agreement.own < 1e-12
     assert agreement.divergence < 1e-6
     assert agreement.same_argmax == 1
@@ -129,7 +127,7 @@ def test_both_parts_of_a_pool_take_the_available_bytes(
     profile = mixed_profile(folder, by_kinds=True, window=window)
     # SGLang takes the profiled number where the cap is above it.
     all_memory = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.1", "--skip-server-warmup")
-    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *FLAGS, *flags, *all_memory) as server:
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *TRITON, *flags, *all_memory) as server:
         log = server.log
     available = number(r"([\d,]+) bytes are available for the KV cache", log)
     tokens = number(r"available for the KV cache: ([\d,]+) tokens", log)
@@ -188,7 +186,7 @@ def test_windows_by_another_word_than_the_types_of_layers_are_refused(
 ) -> None:
     """SGLang would ask a number's length, and gives other layers windows and rotary positions by a word or by none."""
     folder = model_folder("exaone4", **LAYERS, **{**FAMILIES["exaone4"], "sliding_window_pattern": pattern})
-    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
+    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *TRITON)
     assert f"such as LLLG where each fourth layer has no window; this model has {shown} in its place" in line
     assert "layers LGLGLG; write the word into its config.json" in line
 
@@ -196,7 +194,7 @@ def test_windows_by_another_word_than_the_types_of_layers_are_refused(
 def test_a_rotary_base_that_sglang_does_not_read_is_refused(refused: Refused, model_folder: ModelFolder) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4}
     folder = model_folder("exaone4", **LAYERS, **{**FAMILIES["exaone4"], "rope_parameters": rope})
-    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *FLAGS)
+    line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *TRITON)
     assert """add --json-model-override-args '{"rope_theta": 10000.0}'""" in line
 
 
@@ -206,7 +204,7 @@ def test_a_rotary_base_that_a_flag_tells_sglang_is_served(
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4}
     folder = model_folder("exaone4", **LAYERS, **{**FAMILIES["exaone4"], "rope_parameters": rope})
-    flags = (*FLAGS, "--json-model-override-args", '{"rope_theta": 10000.0}')
+    flags = (*TRITON, "--json-model-override-args", '{"rope_theta": 10000.0}')
     served = compare_served(folder, mixed_profile(folder, by_kinds=True), *flags)
     assert served.agreement.is_near, served.agreement
     assert "under other rotations" not in served.log
