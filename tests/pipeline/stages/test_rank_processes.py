@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kvtuner.calibration.sensitivity import SensitivityTable
 from kvtuner.errors import OptionError
@@ -113,14 +113,12 @@ def test_a_killed_rank_ends_its_group_which_goes_on_with_the_same_command(
     search: tuple[str, ...], by_two: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "killed"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the test holds its port throughout
 
     def start(rank: int) -> subprocess.Popen[str]:  # as Slurm does, which ends no rank for another one
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{name: str(value) for name, value in place.items()}, **meeting}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        environment = {**os.environ, **{name: str(value) for name, value in {**place, **meeting}.items()}}
         command = (sys.executable, "-m", "kvtuner", *search, "--tp", "2", "--out", str(folder))
         return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -128,7 +126,8 @@ def test_a_killed_rank_ends_its_group_which_goes_on_with_the_same_command(
     begun = time.monotonic()
     while not folder.exists() or sum(map(len, lines_of(folder).values())) < 20:
         assert time.monotonic() - begun < 300
-        assert all(rank.poll() is None for rank in ranks)
+        ended = [rank for rank in ranks if rank.poll() is not None]
+        assert not ended, [rank.communicate() for rank in ended]
         time.sleep(0.05)
     ranks[1].kill()
     _, messages = ranks[0].communicate(timeout=120)
