@@ -55,8 +55,7 @@ from kvtuner.precision import (
     num_slots,
 )
 from kvtuner.report.table import Table
-from kvtuner.runtime_loader.kernels import decode, launch
-from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
+from kvtuner.runtime_loader.kernels import decode, launch, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.latents.decode_latents import decode_latents
 from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_facts, latent_launch
@@ -123,8 +122,8 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         "slots_ptr": "*i64",
         "request_slots_ptr": "*i64",
         "positions_ptr": "*i32",
-        "tree_ptr": "*u8",
-        "tree_starts_ptr": "*i64",
+        "mask_ptr": "*u8",
+        "mask_starts_ptr": "*i64",
         "q_ptr": "*bf16",
         "k_ptr": "*bf16",
         "v_ptr": "*bf16",
@@ -264,12 +263,12 @@ def rows_kernels(arch: int, heads: HeadShape) -> list[Count]:
         limit = H200_LANES_PER_S * (row_bytes / (heads.num_kv_heads * heads.head_dim) + 2) / H200_BYTES_PER_S
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
         stored = launch.store_facts(side, native)
-        other = code_of(row_kernels.store_rows, {**launch.store_facts(native, native), "TOKENS": stored["TOKENS"]})
+        other = code_of(store_rows.store_rows, {**launch.store_facts(native, native), "TOKENS": stored["TOKENS"]})
         for function, facts, subtracted, tokens in (
-            (row_kernels.store_rows, stored, other, stored["TOKENS"]),
-            (row_kernels.read_side, launch.read_facts(side), "", launch.READ_TOKENS),
+            (store_rows.store_rows, stored, other, stored["TOKENS"]),
+            (read_rows.read_side, launch.read_facts(side), "", launch.READ_TOKENS),
         ):
-            if fit != "minmax" and (function is row_kernels.read_side or bits == 8):
+            if fit != "minmax" and (function is read_rows.read_side or bits == 8):
                 continue  # the same kernel
             code = code_of(function, facts)
             count = len(INSTRUCTION.findall(code)) - len(INSTRUCTION.findall(subtracted))

@@ -164,6 +164,7 @@ def read_shape(source: ModelSource) -> ModelShape:
     cache = read_cache_geometry(config, context_length=source.context_length)
     geometry = cache.tuned()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    longest = longest if longest and longest > 0 else None  # XLNet's -1 is no limit
     context_length = source.context_length or longest
     if not context_length:
         raise UnsupportedModelError(f"{source.model} does not say its context; give --context-length")

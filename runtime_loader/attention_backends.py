@@ -42,7 +42,6 @@ class AttentionBackend:
         make: The factory, which imports the implementation and raises ServingError where it cannot run.
         require: A check that raises ServingError on a machine that lacks what the backend needs. Where nobody named
             the backend, the next one that is a default there takes its place.
-        reads_per_channel: Whether it reads keys per channel, whose scales are shared by tokens.
         make_mover: The factory of what moves pages to the host tier, for layers that this backend serves.
         make_of_latents: The factory of its attention over latents (MLA); None where it has none.
     """
@@ -52,7 +51,6 @@ class AttentionBackend:
     make: Callable[[torch.device], PackedAttention]
     default_on: tuple[str, ...] = ()
     require: Callable[[], None] = lambda: None
-    reads_per_channel: bool = False
     make_mover: MakeMover = TorchMover
     make_of_latents: Callable[[torch.device], PackedAttention] | None = None
 
@@ -67,19 +65,9 @@ def register_backend(backend: AttentionBackend) -> None:
     _BACKENDS[backend.name] = backend
 
 
-def backend_for(device: torch.device, name: str | None = None, *, per_channel: bool = False) -> AttentionBackend:
-    """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there.
-
-    One that does not read keys `per_channel`, where a profile has them, is refused too.
-    """
-    backend = _default_backend(device) if name is None else _named_backend(device, name)
-    if per_channel and not backend.reads_per_channel:
-        readers = " and ".join(row.name for row in _BACKENDS.values() if row.reads_per_channel)
-        raise ServingError(
-            f"keys per channel are not read on {device} by {backend.name}: {readers} read them on a processor; choose"
-            " one of these there, or serve per_token keys"
-        )
-    return backend
+def backend_for(device: torch.device, name: str | None = None) -> AttentionBackend:
+    """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there."""
+    return _default_backend(device) if name is None else _named_backend(device, name)
 
 
 def _named_backend(device: torch.device, name: str) -> AttentionBackend:
@@ -159,7 +147,6 @@ register_backend(
         _native_attention,
         default_on=("cpu",),
         require=require_native_library,
-        reads_per_channel=True,
     )
 )
 register_backend(
@@ -168,7 +155,6 @@ register_backend(
         ("cpu",),
         lambda _: TorchAttention(),
         default_on=("cpu",),
-        reads_per_channel=True,
         make_of_latents=lambda _: LatentAttention(),
     )
 )

@@ -130,6 +130,23 @@ class PackedAttention(Protocol):
     def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
         """Store keys or values alone: keys per channel are stored later than their values, once a group is full."""
 
+    def store_groups(
+        self, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None = None
+    ) -> None:
+        """Pack the groups of keys per channel that new tokens fill.
+
+        Args:
+            keys: The rows of a layer's keys.
+            ring: The layer's copies, which have those of single new tokens already, and not yet those of a chunk.
+            new: The new tokens.
+            slots: The token slots of all requests, by ``new.rows``.
+            chunk: The keys of several new tokens of a request.
+
+        Raises:
+            CacheError: A copy of a token in a group that is not full is not at hand; on a GPU the group holds NaN
+                then, which shows in every answer that reads it.
+        """
+
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Copy keys and values as `store` takes them to the places of an exact window.
 
@@ -152,7 +169,7 @@ class PackedAttention(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
         scores: ScoreScaling, out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of new tokens over their request's stored prefix and over one another, causally or as a tree.
+        """Attention of new tokens over their request's stored prefix and over one another, causally or by a mask.
 
         The new tokens have queries `q` [tokens, num_heads, head_dim], and fresh keys `k` [tokens, num_kv_heads,
         head_dim] and values `v` [tokens, num_kv_heads, v_head_dim], which are read as they are. Under a `window` each
@@ -179,23 +196,40 @@ class PackedAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTree:
-    """The drafts of a request that each of its drafts reads: those it follows, and itself. All read the whole prefix.
+class NewKeys:
+    """The keys of a chunk of new tokens.
 
     Attributes:
-        mask: Bools as SGLang makes them, of one request after the other [drafts, prefix + drafts], true where a draft
-            reads a token; those of the prefix are not looked at.
+        slots: Their token slots, [tokens].
+        states: The keys [tokens, num_kv_heads, head_dim].
+        longest: The most new tokens of a request, known without asking the device.
+    """
+
+    slots: Tensor
+    states: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMask:
+    """The new tokens of a request that each of them reads: drafts those they follow, tokens of an image one another.
+
+    All read the whole prefix.
+
+    Attributes:
+        mask: Bools as SGLang makes them, of one request after the other [tokens, prefix + tokens], true where a new
+            token reads another; those of the prefix are not looked at.
         starts: [requests + 1]; the part of request r begins at ``mask[starts[r]]``.
     """
 
     mask: Tensor
     starts: Tensor
 
-    def of_request(self, request: int, num_past: int, num_drafts: int) -> Tensor:
-        """Whether the drafts of a request read one another, [drafts, drafts]."""
+    def of_request(self, request: int, num_past: int, num_tokens: int) -> Tensor:
+        """Whether the new tokens of a request read one another, [tokens, tokens]."""
         start = int(self.starts[request])
-        whole = self.mask[start : start + num_drafts * (num_past + num_drafts)]
-        return whole.view(num_drafts, num_past + num_drafts)[:, num_past:]
+        whole = self.mask[start : start + num_tokens * (num_past + num_tokens)]
+        return whole.view(num_tokens, num_past + num_tokens)[:, num_past:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +241,11 @@ class ExtendBounds:
         prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
         slots: The token slots of all prefixes, one after the other; any after the last prefix are not read.
         longest: The most new tokens of a request, known without asking the device.
-        tree: The new tokens that each reads where they are drafts, never under an exact window; otherwise each reads
-            all before it.
+        mask: The new tokens that each reads, never under an exact window; without one each reads all before it.
     """
 
     tokens: Tensor
     prefix: Tensor
     slots: Tensor
     longest: int
-    tree: DraftTree | None = None
+    mask: ChunkMask | None = None

@@ -14,36 +14,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens
-    from kvtuner.runtime_loader.packed_attention import PackedAttention, PackedRows
+    from kvtuner.runtime_loader.packed_attention import NewKeys, PackedRows
 
 
-def pack_full_groups(
-    attention: PackedAttention, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor,
-    chunks: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Pack the groups that new tokens fill.
+class GroupsOnHost:
+    """An attention whose tensors the host reads, so that it knows which groups are full."""
 
-    Args:
-        attention: The implementation that stores them.
-        keys: The rows of a layer's keys.
-        ring: The layer's copies, which have those of single new tokens already, and not yet those of `chunks`.
-        new: The new tokens.
-        slots: The token slots of all requests, by ``new.rows``.
-        chunks: The slots [tokens] and the keys [tokens, num_kv_heads, head_dim] of chunks of new tokens.
+    def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
+        """See `PackedAttention.store_side`."""
+        raise NotImplementedError
 
-    Raises:
-        CacheError: A copy of a token in a group that is not full is not at hand.
-    """
-    group, rows = keys.format.token_group, new.rows.tolist()
-    tokens = None if new.tokens is None else new.tokens.tolist()
-    for request, slot in enumerate(new.requests.tolist()):
-        stored = slots[rows[request] : rows[request + 1]]
-        past = len(stored) - (tokens is None)  # rows count a single new token, and no chunk
-        start = past // group * group
-        states = ring.keys_of(slot, start, len(stored))
-        at = stored[start:]
-        if tokens is not None and chunks is not None:
-            chunk = slice(tokens[request], tokens[request + 1])
-            at, states = torch.cat((at, chunks[0][chunk])), torch.cat((states, chunks[1][chunk].to(states.dtype)))
-        if full := len(at) // group * group:
-            attention.store_side(keys, at[:full], states[:full])
+    def store_groups(
+        self, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None = None
+    ) -> None:
+        """See `PackedAttention.store_groups`."""
+        group, rows = keys.format.token_group, new.rows.tolist()
+        tokens = None if new.tokens is None else new.tokens.tolist()
+        for request, slot in enumerate(new.requests.tolist()):
+            stored = slots[rows[request] : rows[request + 1]]
+            past = len(stored) - (tokens is None)  # rows count a single new token, and no chunk
+            start = past // group * group
+            states = ring.keys_of(slot, start, len(stored))
+            at = stored[start:]
+            if tokens is not None and chunk is not None:
+                own = slice(tokens[request], tokens[request + 1])
+                at, states = torch.cat((at, chunk.slots[own])), torch.cat((states, chunk.states[own].to(states.dtype)))
+            if full := len(at) // group * group:
+                self.store_side(keys, at[:full], states[:full])

@@ -16,6 +16,7 @@ import torch
 from kvtuner.errors import CacheError
 from kvtuner.quant import saturated
 from kvtuner.row_packing import codes_of_rows, words_of_rows
+from kvtuner.runtime_loader.token_groups import GroupsOnHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ BLOCK_QUERIES: Final = 256
 """The new tokens that attend at a time, which bounds the memory that scores take."""
 
 
-class TorchAttention:
+class TorchAttention(GroupsOnHost):
     """`PackedAttention` in plain torch, one request after the other."""
 
     name = "torch"
@@ -91,15 +92,15 @@ class TorchAttention:
         prefixes = _spans(bounds.prefix, num_requests)
         for request, (start, stop) in enumerate(_spans(bounds.tokens, num_requests)):
             prefix = bounds.slots[slice(*prefixes[request])]
-            tree = None if bounds.tree is None else bounds.tree.of_request(request, len(prefix), stop - start)
-            assert tree is None or window is None
+            mask = None if bounds.mask is None else bounds.mask.of_request(request, len(prefix), stop - start)
+            assert mask is None or window is None
             for first in range(start, stop, BLOCK_QUERIES):
                 new = slice(first, min(first + BLOCK_QUERIES, stop))
-                # Of the request's new tokens those up to the last of these queries; drafts of a tree come in any order.
-                seen = slice(start, new.stop if tree is None else stop)
+                # Of the request's new tokens those up to the last of these queries; a mask may have later ones.
+                seen = slice(start, new.stop if mask is None else stop)
                 fresh = TorchStates(k[seen], v[seen])
                 own = slice(new.start - start, new.stop - start)
-                later = _later(own.stop - own.start, own.stop, q.device) if tree is None else ~tree[own]
+                later = _later(own.stop - own.start, own.stop, q.device) if mask is None else ~mask[own]
                 if window is None:
                     parts = [layer.of_rows(q[new], prefix), layer.of_states(q[new], fresh, later)]
                 else:
@@ -251,10 +252,8 @@ class TorchLayer:
                 weights = softmax.weights(scores)
                 sums = softmax.in_model_space if part.in_model_space else softmax.stored
                 sums += read_values().weighted(weights)
-        if self.scores.sink_scores is not None:
-            softmax.add_sinks(
-                self.scores.sink_scores.float().view(*shape[:2], 1).expand(shape).flatten(1).unsqueeze(-1)
-            )
+        if (sinks := self.scores.sink_scores) is not None:
+            softmax.add_sinks(sinks.float().view(*shape[:2], 1).expand(shape).flatten(1).unsqueeze(-1))
         stored, model = (
             (sums / softmax.total).unflatten(1, shape[1:]).permute(2, 0, 1, 3).flatten(1, 2)
             for sums in (softmax.stored, softmax.in_model_space)

@@ -40,6 +40,7 @@ NO_CACHE_OF_OURS: Final = ("minimax",)
 NO_CHAIN: Final = {
     "zamba2": "refused: its attention says no layer",
     "longcat_flash": "refused: a layer that attends twice",
+    **dict.fromkeys(("gemma3n", "perception_lm"), "refused: needs timm and torchvision, which no test installs"),
 }
 
 
@@ -67,13 +68,17 @@ def tested() -> dict[str, str]:
 @cache
 def served() -> dict[str, str]:
     """The name of the tiny checkpoint that tests serve by a real SGLang on a processor, by kind of model."""
+    names = {name for file in SERVERS for name in _module(ROOT / "tests" / "sglang" / file).FAMILIES}
+    return {kind: name for kind, name in tested().items() if name in names}
+
+
+@cache
+def pictured() -> dict[str, str]:
+    """The name of the tiny checkpoint that tests serve so with images, by kind of model."""
     import transformers
 
-    names = {name for file in SERVERS for name in _module(ROOT / "tests" / "sglang" / file).FAMILIES}
-    kinds = {kind: name for kind, name in tested().items() if name in names}
-    for prefix in import_module("tiny.image_models").KINDS:
-        kinds[getattr(transformers, f"{prefix}Config").model_type] = prefix
-    return kinds
+    names = import_module("tiny.served_images").SERVED
+    return {getattr(transformers, f"{name}Config").model_type: name for name in names}
 
 
 @cache
@@ -136,6 +141,8 @@ def _triton(config: Any) -> str:
 
 def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -> str:
     """What a server does, by SGLang's own reading of a configuration as a checkpoint of that class has it."""
+    if name in pictured():
+        return f"tested as `{pictured()[name]}`, images too"
     if name in served():
         return f"tested as `{served()[name]}`"
     shrunk = import_module("tiny.shrunk_models")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
-from kvtuner.calibration.forward.decoder_layers import find_decoder_layers, merged_streams
+from kvtuner.calibration.forward.decoder_layers import find_decoder_layers, merged_streams, output_embeddings
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
 from kvtuner.calibration.forward.probe import check_attention
@@ -82,10 +82,10 @@ class DecoderChain:
                 " that read them themselves are supported"
             )
         self._streamed = streamed_layers_of(model)
-        head = model.get_output_embeddings()
+        head = output_embeddings(model)
         if head is None:
             raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
-        self.head: nn.Module = head
+        self.head = head
         self._norm: nn.Module | None = None
         self._scales_logits = True
         with refusing_model(self.name, "layer by layer"):

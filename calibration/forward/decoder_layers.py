@@ -1,4 +1,4 @@
-"""The list of decoder layers in a model, found by its length, and how their streams of hidden states become one.
+"""The list of decoder layers in a model, found by its length, how their streams of hidden states become one, its head.
 
 Knows nothing of what layers do.
 """
@@ -20,6 +20,16 @@ def find_decoder_layers(model: PreTrainedModel, number: int) -> tuple[nn.Module,
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == number:
                 return module, child
+    return None
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """What makes logits of final hidden states, in the model or the language model in it; None where nothing does."""
+    for module in (model, getattr(model, "language_model", None)):
+        find = getattr(module, "get_output_embeddings", None)
+        head: nn.Module | None = None if find is None else find()
+        if head is not None:
+            return head
     return None
 
 

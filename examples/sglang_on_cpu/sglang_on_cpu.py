@@ -137,7 +137,7 @@ def leave_widths_by_layer() -> None:
 
 
 def read_images_without_torchvision() -> None:
-    """Let transformers make processors of models with images without their part for videos, which needs torchvision."""
+    """Let transformers make processors of models with images without torchvision, which their parts for videos need."""
     from transformers.image_processing_base import ImageProcessingMixin
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
     from transformers.processing_utils import ProcessorMixin
@@ -153,6 +153,8 @@ def read_images_without_torchvision() -> None:
     original = ProcessorMixin.check_argument_for_proper_class
     ProcessorMixin.check_argument_for_proper_class = check
     AutoVideoProcessor.from_pretrained = lambda *_, **__: NoVideos()
+    pixtral = importlib.import_module("transformers.models.pixtral")  # whose processor is hidden without torchvision
+    pixtral.PixtralProcessor = importlib.import_module(f"{pixtral.__name__}.processing_pixtral").PixtralProcessor
 
 
 class PageableTorch(ModuleType):

@@ -8,6 +8,7 @@ is not there.
 from __future__ import annotations
 
 import enum
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -26,8 +27,10 @@ class EmptyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "InterpolationMode":
-            value: Any = enum.Enum(name, "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
+        if name == "functional":  # the name of modules
+            value: Any = importlib.import_module(f"{self.__name__}.{name}")
+        elif name == "InterpolationMode":
+            value = enum.Enum(name, "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
         else:
 
             def value(*args: Any, **kwargs: Any) -> Any:

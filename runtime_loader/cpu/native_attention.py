@@ -34,6 +34,7 @@ from kvtuner.runtime_loader.cpu.structures import (
     side_of,
     side_of_states,
 )
+from kvtuner.runtime_loader.token_groups import GroupsOnHost
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _Attended:
         return self.output * share.unsqueeze(-1)
 
 
-class NativeAttention:
+class NativeAttention(GroupsOnHost):
     """`PackedAttention` by the library for one instruction set, on as many threads as torch has.
 
     `rounding` is that of products in int16: a query is rounded to 1 / 65,534 of its largest channel, where keys are per

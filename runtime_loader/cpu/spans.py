@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import WindowReads
-    from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds
+    from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,24 @@ class Chunk:
         tokens: int64 [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]``.
         prefix: int64 [requests + 1]; and the prefix ``slots[prefix[r]:prefix[r + 1]]``.
         slots: int64; the token slots of all prefixes.
-        tree: The new tokens that each reads where they are drafts.
+        mask: The new tokens that each reads, where that is not all before it.
     """
 
     tokens: Tensor
     prefix: Tensor
     slots: Tensor
-    tree: DraftTree | None = None
+    mask: ChunkMask | None = None
 
     @classmethod
     def of(cls, bounds: ExtendBounds) -> Chunk:
         """The chunk that bounds describe, once they were checked."""
         num_requests = len(bounds.tokens) - 1
         tokens, prefix = (bounds_of(each, num_requests) for each in (bounds.tokens, bounds.prefix))
-        return cls(tokens, prefix, bounds.slots.to(torch.int64).contiguous(), bounds.tree)
+        return cls(tokens, prefix, bounds.slots.to(torch.int64).contiguous(), bounds.mask)
 
     def is_alone(self, num_queries: int) -> bool:
         """Whether no request has a prefix, and all queries are of new tokens in a row."""
-        return self.tree is None and bool(self.prefix[0] == self.prefix[-1]) and int(self.tokens[-1]) == num_queries
+        return self.mask is None and bool(self.prefix[0] == self.prefix[-1]) and int(self.tokens[-1]) == num_queries
 
     @cached_property
     def _request(self) -> Tensor:
@@ -110,9 +110,9 @@ class Chunk:
         two bounds tell them from rows.
         """
         if window is None:
-            fresh = self._causal() if self.tree is None else [self._of_tree(self.tree)]
+            fresh = self._causal() if self.mask is None else [self._of_mask(self.mask)]
             return ChunkReads(Spans(self.prefix, self.tokens, self.slots), fresh, [], [])
-        assert self.tree is None
+        assert self.mask is None
         prefix = self._prefix_under(window)
         if prefix is None:
             return None
@@ -122,12 +122,12 @@ class Chunk:
     def _causal(self) -> list[Spans]:
         return [Spans(self.tokens, self.tokens, last=self._ends)]
 
-    def _of_tree(self, tree: DraftTree) -> Spans:
-        """The drafts that each draft reads: a request of its own, whose slots are places of new tokens."""
+    def _of_mask(self, mask: ChunkMask) -> Spans:
+        """The new tokens that each reads: a request of its own, whose slots are places of new tokens."""
         starts, counts, past = self.tokens.tolist(), self.tokens.diff().tolist(), self.prefix.diff().tolist()
         lengths, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         for request, (num_past, count) in enumerate(zip(past, counts, strict=True)):
-            read = tree.of_request(request, num_past, count)
+            read = mask.of_request(request, num_past, count)
             lengths.append(read.sum(1))
             slots.append(starts[request] + read.nonzero()[:, 1])
         return Spans(_ends(torch.cat(lengths)), torch.arange(len(self._request) + 1), torch.cat(slots))

@@ -123,11 +123,6 @@ class PagedPool:
         return any(side.format.spec is not None for layer in self.layers for side in layer)
 
     @property
-    def is_per_channel(self) -> bool:
-        """Whether any layer's keys are packed by groups of tokens that share a scale of a channel."""
-        return any(keys.format.token_group > 1 for keys, _ in self.layers)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of rows and exact copies."""
         rows = sum(side.rows.nbytes for layer in self.layers for side in layer)

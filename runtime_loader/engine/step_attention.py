@@ -17,7 +17,7 @@ from kvtuner.runtime_loader.attention_backends import backend_for
 from kvtuner.runtime_loader.engine.engine_options import ATTENTION_VARIABLE, ATTENTIONS
 from kvtuner.runtime_loader.engine.sgl_kernel_attention import SglKernelAttention, sgl_kernel_refusal
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
-from kvtuner.runtime_loader.token_groups import pack_full_groups
+from kvtuner.runtime_loader.packed_attention import NewKeys
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class RowAttention:
         assert copies is not None, "a profile of keys per channel has a window"
         self._attention.store_side(values, part.new_slots, v)
         new = NewTokens(part.requests, part.reads, None if part.is_decoding else part.tokens)
-        chunks = None if part.is_decoding else (part.new_slots, k)
-        pack_full_groups(self._attention, keys, copies, new, part.read_slots, chunks)
+        chunk = None if part.is_decoding else NewKeys(part.new_slots, k, part.bounds.longest)
+        self._attention.store_groups(keys, copies, new, part.read_slots, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _of_backend(name: str, default_on: tuple[str, ...]) -> _Implementation:
     """The row of an attention backend that a server may choose too."""
 
     def backend_of(pool: PagedPool) -> AttentionBackend:
-        return backend_for(pool.device, name, per_channel=pool.is_per_channel)
+        return backend_for(pool.device, name)
 
     def refusal(pool: PagedPool) -> str | None:
         try:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvtuner.runtime_loader.kernels.keys.scores_of_keys import row_offsets, scores_of_keys
 from kvtuner.runtime_loader.kernels.queries import (
     have_copies,
     is_in_window,
@@ -33,7 +34,7 @@ from kvtuner.runtime_loader.kernels.queries import (
     split_of,
     wait_for_kernel_before,
 )
-from kvtuner.runtime_loader.kernels.stored_grids import stored_grids, to_columns, value_grids
+from kvtuner.runtime_loader.kernels.stored_grids import to_columns, value_grids
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     codes_of,
@@ -58,68 +59,6 @@ def loaded_slots(slots_ptr, tokens, last):
     """The slots of a block of tokens, [TOKENS]."""
     # Past the end slot 0 is read, whatever it holds: a log2 of -inf hides it, so that codes need no mask of tokens.
     return tl.load(slots_ptr + tokens, mask=tokens < last, other=0).to(tl.int32)
-
-
-@triton.jit
-def row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr):
-    """The offsets of rows, of slots of 32 bits that are broadcast to a tile."""
-    # To the whole tile before any arithmetic: what moves to the lanes that copy is then a slot and not a pointer.
-    return tl.broadcast_to(slots, SHAPE).to(tl.int64) * ROW
-
-
-@triton.jit
-def scores_of_codes(
-    q, q_sums, units, thirds, grids, log2_v_scale, scale, TILE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr,
-    GROUPS: tl.constexpr, WORD: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Scores [TOKENS, TILE] of units [TOKENS, K_UNITS] and their grids; without a cap `log2_v_scale` is in them."""
-    IN_GROUP: tl.constexpr = slots_of(BITS) // GROUPS
-    scores = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
-    for group in tl.static_range(GROUPS):
-        # Slots of a group share a scale, so that their codes add up before it is applied.
-        products = tl.zeros([TOKENS, TILE], tl.float32)  # [TOKENS, TILE]
-        for slot in tl.static_range(IN_GROUP):
-            codes = codes_of(group * IN_GROUP + slot, units, thirds, BITS, ASM)  # [TOKENS, K_UNITS]
-            products = tl.dot(codes, q[group * IN_GROUP + slot], products)
-        k_scale = to_columns(grids[group][0] * (scale / ONE), TILE)  # [TOKENS, 1 or TILE], as the offset
-        offset = to_columns(grids[group][1], TILE)
-        # A tensor core's products come first in every sum: of others Triton 3.8 makes a tile in another layout.
-        if WORD == 16:
-            products += q_sums[group][None, :] * offset
-        if group > 0:
-            scores += products * k_scale
-        elif CAPPED:
-            scores = products * k_scale
-        else:
-            scores = products * k_scale + to_columns(log2_v_scale, TILE)  # in a sum that is made anyway
-        if WORD == 32:
-            scores += q_sums[group][None, :] * offset
-    return scores
-
-
-@triton.jit
-def _scores_of(
-    q, q_sums, rows_ptr, words_ptr, slots, mask_tokens, log2_v_scale, kv_head, unit, mask_units, scale,
-    TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr,
-    WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, CAPPED: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Scores [TOKENS, TILE] of a block of keys; of codes, and without a cap, `log2_v_scale` is in them already."""
-    rows = row_offsets(slots[:, None], ROW, [TOKENS, unit.shape[0]])  # [TOKENS, K_UNITS]
-    key_ptrs = (rows_ptr + (kv_head * WIDE + unit))[None, :] + rows  # [TOKENS, K_UNITS]
-    if BITS == 16:
-        keys = tl.load(key_ptrs, mask=mask_tokens[:, None] & mask_units[None, :], other=0.0)  # [TOKENS, K_UNITS]
-        scores = tl.dot(keys.to(q[0].dtype), q[0], input_precision="ieee") * scale  # [TOKENS, TILE]
-    else:
-        units = tl.load(key_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, K_UNITS]
-        thirds = ()
-        if BITS == 3:
-            thirds = load_thirds(rows_ptr, rows, kv_head, unit[None, :], mask_units[None, :], HEADS, WIDE)
-        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
-        scores = scores_of_codes(
-            q, q_sums, units, thirds, grids, log2_v_scale, scale, TILE, TOKENS, BITS, GROUPS, WORD, CAPPED, ASM
-        )
-    return scores
 
 
 @triton.jit
@@ -244,7 +183,7 @@ def decode_split(
     HEADS: tl.constexpr, JOINED: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
-    K_WORD: tl.constexpr,
+    K_WORD: tl.constexpr, K_TOKEN_GROUP: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
     V_WORD: tl.constexpr,
     EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -314,9 +253,12 @@ def decode_split(
             v_words_ptr, slots, mask_tokens, kv_head,
             TOKENS, HEADS, JOINED, V_WIDE, V_ROW, V_BITS, V_GROUPS, V_WORD, ASM,
         )  # fmt: skip  # [TOKENS, JOINED] each
-        scores = _scores_of(
-            q, q_sums, k_rows_ptr, k_words_ptr, slots, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k, scale,
-            TILE, TOKENS, HEADS, JOINED, K_ROW, K_WIDE, K_BITS, K_GROUPS, K_WORD, CAPPED, ASM,
+        first_slot = start
+        if K_TOKEN_GROUP > 1:  # blocks begin at multiples of their tokens, which groups are too: each is in one group
+            first_slot = tl.load(slots_ptr + start).to(tl.int64) // K_TOKEN_GROUP * K_TOKEN_GROUP
+        scores = scores_of_keys(
+            q, q_sums, k_rows_ptr, k_words_ptr, slots, first_slot, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k,
+            scale, TILE, TOKENS, HEADS, JOINED, K_ROW, K_DIM, K_BITS, K_GROUPS, K_WORD, K_TOKEN_GROUP, CAPPED, ASM,
         )  # fmt: skip  # [TOKENS, TILE]
         if CAPPED:
             scores = softcap(scores + bias[None, :], cap)
@@ -328,6 +270,8 @@ def decode_split(
                 exact = is_in_window(query_positions[None, :], tokens[:, None], RESIDUAL, SINKS)  # [TOKENS, TILE]
                 hidden = copied[:, None] & exact  # [TOKENS, TILE]
                 scores = tl.where(hidden, float("-inf"), scores)
+        if K_TOKEN_GROUP > 1:  # the words of a group that is not full may be any, NaN too
+            scores = tl.where(mask_tokens[:, None], scores, float("-inf"))
         # The online softmax: what was summed shrinks to the new maximum.
         new_top = tl.maximum(top, tl.max(scores, 0))  # [TILE]
         shrink = tl.exp2(top - new_top)  # [TILE]

@@ -59,7 +59,7 @@ def store_part(
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def attend_fresh(
     q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h, v_ptr, v_stride_t, v_stride_h, q_indptr_ptr,
-    indptr_ptr, tree_ptr, tree_starts_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
+    indptr_ptr, mask_ptr, mask_starts_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
     K_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, CAPPED: tl.constexpr,
     RESIDUAL: tl.constexpr, SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, PART: tl.constexpr, READS: tl.constexpr,
@@ -67,7 +67,7 @@ def attend_fresh(
     """Attention of one request's new tokens over one another, as part PART beside `decode_split`'s.
 
     READS is "all", causally, or what queries read of tokens as they are given: those "inside" of their exact window,
-    or "outside", or those of a "tree" of drafts by its mask of bytes. Queries, keys, values and partial outputs are
+    or "outside", or those that a "masked" chunk's bytes are not 0 for. Queries, keys, values and partial outputs are
     those of model space.
     """
     # Queries, heads and their mask are [TILE].
@@ -88,8 +88,8 @@ def attend_fresh(
     # Not -inf: where no score is finite yet, exp2(-inf - -inf) would be NaN.
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([TILE], tl.float32)  # [TILE]
-    # No further than the tile's last query, which sees no later token; but the drafts of a tree come in any order.
-    end = last if READS == "tree" else tl.minimum(last, tl.max(queries, 0) + 1)
+    # No further than the tile's last query, which sees no later token; but a mask may have later ones.
+    end = last if READS == "masked" else tl.minimum(last, tl.max(queries, 0) + 1)
     for start in tl.range(first, end, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
@@ -102,11 +102,11 @@ def attend_fresh(
             mask=mask_tokens[:, None] & mask_v[None, :], other=0.0,
         )  # fmt: skip  # [TOKENS, V_PADDED]
         read = tokens[None, :] <= queries[:, None]  # [TILE, TOKENS]
-        if READS == "tree":
+        if READS == "masked":
             row = (queries - first)[:, None] * (length + last - first) + length  # [TILE, 1]
-            tree_ptrs = tree_ptr + tl.load(tree_starts_ptr + request) + row + (tokens - first)[None, :]
-            mask_tree = mask_pairs[:, None] & mask_tokens[None, :]  # [TILE, TOKENS]
-            read = tl.load(tree_ptrs, mask=mask_tree, other=0) != 0  # [TILE, TOKENS]
+            byte_ptrs = mask_ptr + tl.load(mask_starts_ptr + request) + row + (tokens - first)[None, :]
+            mask_bytes = mask_pairs[:, None] & mask_tokens[None, :]  # [TILE, TOKENS]
+            read = tl.load(byte_ptrs, mask=mask_bytes, other=0) != 0  # [TILE, TOKENS]
         elif READS != "all":
             positions = length + (tokens - first).to(tl.int32)  # [TOKENS]
             inside = is_in_window(query_positions[:, None], positions[None, :], RESIDUAL, SINKS)  # [TILE, TOKENS]

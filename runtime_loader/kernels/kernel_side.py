@@ -37,6 +37,7 @@ class KernelSide:
         symmetric: Whether the grids that are written are symmetric.
         fitted: Whether they are fitted by least squares.
         word_bits: The bits of a scale word.
+        token_group: The tokens that share a scale of a channel, and are stored together; 1 for scales of each token.
     """
 
     rows: Tensor
@@ -53,6 +54,7 @@ class KernelSide:
     symmetric: bool
     fitted: bool
     word_bits: WordBits
+    token_group: int
 
     @classmethod
     def of(cls, stored: PackedRows) -> KernelSide:
@@ -77,6 +79,7 @@ class KernelSide:
             head_dim=row_format.head_dim,
             bits=row_format.bits,
             groups=1 if spec is None or spec.group_size is None else row_format.head_dim // spec.group_size,
+            token_group=row_format.token_group,
             steps=transform.kind.steps,
             symmetric=spec is not None and spec.symmetric,
             word_bits=word_bits,

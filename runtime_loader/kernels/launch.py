@@ -1,4 +1,4 @@
-"""Launches of the kernels on two sides and a batch, and the memory between the launches of one layer."""
+"""Launches of the kernels on two sides of a layer and a batch."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import triton
 
+from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
+from kvtuner.runtime_loader.kernels.keys.store_groups import store_groups
 from kvtuner.runtime_loader.kernels.launch_settings import MOST_SPLITS, WIDE
 from kvtuner.runtime_loader.kernels.queries import prepare_queries, prepared_heads
-from kvtuner.runtime_loader.kernels.read_joined import read_joined
-from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
+from kvtuner.runtime_loader.kernels.read_rows import read_joined, read_side
+from kvtuner.runtime_loader.kernels.store_rows import store_rows
 from kvtuner.runtime_loader.kernels.transform_steps import LANES, changes_queries
 from kvtuner.runtime_loader.kernels.window import attend_copies, store_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
     from kvtuner.runtime_loader.kernels.kernel_side import Facts, KernelSide
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
-    from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
+    from kvtuner.runtime_loader.kernels.scratch import Scratch
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, NewKeys, ScoreScaling
 
 STORED_TOKENS: Final = 8
 """The tokens that a program stores, at the least."""
 READ_TOKENS: Final = 16
+PACKED_UNITS: Final = 16
+"""The units of a program that packs keys per channel."""
 MERGED_SPLITS: Final = 16
 FRESH: Final = {"TILE": 64, "TOKENS": 32}
 COPIED_TOKENS: Final = 32
@@ -40,44 +43,6 @@ EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 1}
 With one warp a group's minimum and maximum stay inside it: a quarter of the instructions of four (docs/kernels.md).
 """
 LOG2_E: Final = math.log2(math.e)
-SCRATCH_ALIGNMENT: Final = 256
-
-
-def stream_of(device: torch.device) -> int:
-    """The number of the stream that launches on a device go to."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-class Scratch:
-    """A buffer that is handed out piece by piece, from the start again for every call, on one stream: the first.
-
-    What does not fit, and everything on another stream, is allocated for the call: torch keeps the memory of streams
-    apart, and inside a CUDA graph that memory is the graph's own. So no two streams ever share a piece.
-    """
-
-    def __init__(
-        self, num_bytes: int, device: torch.device, current_stream: Callable[[torch.device], int] = stream_of
-    ) -> None:
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._current_stream = current_stream
-        self._stream: int | None = None
-        self._used = 0
-
-    def restart(self) -> Scratch:
-        """Give the same memory out again; whatever was taken before on this stream is lost."""
-        stream = self._current_stream(self._buffer.device)
-        if self._stream is None:
-            self._stream = stream
-        self._used = 0 if stream == self._stream else len(self._buffer)
-        return self
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor."""
-        start, size = self._used, math.prod(shape) * dtype.itemsize
-        if start + size > len(self._buffer):
-            return torch.empty(shape, dtype=dtype, device=self._buffer.device)
-        self._used += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        return self._buffer[start : start + size].view(dtype).view(shape)
 
 
 def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -88,6 +53,34 @@ def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Ten
     store_rows[(triton.cdiv(len(k), facts["TOKENS"]), keys.num_heads, 2)](
         k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
         v, v.stride(0), v.stride(1), values.rows, slots, len(k), **facts, **EXACT,
+    )  # fmt: skip
+
+
+def store_one(side: KernelSide, slots: Tensor, states: Tensor) -> None:
+    """Write the keys or the values alone as `store` does, each token by itself."""
+    if not len(states):
+        return
+    facts = store_facts(side, side)
+    store_rows[(triton.cdiv(len(states), facts["TOKENS"]), side.num_heads, 1)](
+        states, states.stride(0), states.stride(1), side.rows, side.mu, side.inverse,
+        states, states.stride(0), states.stride(1), side.rows, slots, len(states), **facts, **EXACT,
+    )  # fmt: skip
+
+
+def store_groups_of(keys: KernelSide, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None) -> None:
+    """Pack the groups of keys per channel that new tokens fill, as `PackedAttention.store_groups`."""
+    if not len(new.requests):
+        return
+    states, new_slots, most = (ring.keys, slots, 1)
+    if chunk is not None:
+        states, new_slots, most = chunk.states, chunk.slots, triton.cdiv(chunk.longest, keys.token_group) + 1
+    blocks = triton.cdiv(keys.head_dim // num_slots(keys.bits), PACKED_UNITS)
+    store_groups[(len(new.requests), most, keys.num_heads * blocks)](
+        states, states.stride(0), states.stride(1), new_slots, new.rows if new.tokens is None else new.tokens,
+        ring.keys, ring.positions, new.requests, new.rows, slots, keys.rows, HEADS=keys.num_heads, DIM=keys.head_dim,
+        BITS=keys.bits, ROW=keys.row, GROUP=keys.token_group, SYMMETRIC=keys.symmetric,
+        RESIDUAL=ring.window.residual_length, SINKS=ring.window.sinks, UNITS=PACKED_UNITS, EXTEND=chunk is not None,
+        **{**EXACT, "num_warps": max(1, num_slots(keys.bits) * keys.token_group * PACKED_UNITS // 2048)},
     )  # fmt: skip
 
 
@@ -117,7 +110,7 @@ def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeL
             "UNITS": side.units(launch.heads if name == "K" else 1), "WORD": side.word_bits,
         }  # fmt: skip
         facts |= {f"{name}_{key}": value for key, value in own.items()}
-    return facts
+    return {**facts, "K_TOKEN_GROUP": keys.token_group}
 
 
 def decode(
@@ -151,7 +144,7 @@ def extend(
     q: Tensor, k: Tensor, v: Tensor, keys: KernelSide, values: KernelSide, bounds: ExtendBounds, scores: ScoreScaling,
     launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor, window: WindowReads | None = None,
 ) -> None:  # fmt: skip
-    """Attention of new tokens over their request's packed rows and over one another, causally or as a tree.
+    """Attention of new tokens over their request's packed rows and over one another, causally or by a mask.
 
     As `PackedAttention.extend`; channels of all tensors are contiguous, `k` and `v` have the dtype of `q`, and `out`
     gets zeros for tokens of no request.
@@ -161,10 +154,10 @@ def extend(
     queries, bias = prepare(q, keys, launch, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
     # What new tokens read of one another: all of it, or what is inside of their windows exactly and the rest as stored.
-    tree, mask, starts, fresh = bounds.tree, bounds.tokens, bounds.tokens, [("all", k, v)]
-    if tree is not None:
+    mask, starts, fresh = bounds.tokens, bounds.tokens, [("all", k, v)]
+    if bounds.mask is not None:
         assert window is None
-        mask, starts, fresh = tree.mask.view(torch.uint8), tree.starts, [("tree", k, v)]
+        mask, starts, fresh = bounds.mask.mask.view(torch.uint8), bounds.mask.starts, [("masked", k, v)]
     if window is not None and window.stored is not None:
         k_stored, v_stored = (states.to(q.dtype).contiguous() for states in window.stored)
         fresh = [("inside", k, v), ("outside", k_stored, v_stored)]
@@ -276,7 +269,8 @@ def read_facts(side: KernelSide) -> Facts:
     """The read kernel's constants."""
     return {
         "HEADS": side.num_heads, "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups,
-        "STEPS": side.steps, "PADDED": side.padded, "WORD": side.word_bits, "TOKENS": READ_TOKENS,
+        "STEPS": side.steps, "PADDED": side.padded, "WORD": side.word_bits, "TOKEN_GROUP": side.token_group,
+        "TOKENS": READ_TOKENS,
     }  # fmt: skip
 
 

@@ -121,9 +121,11 @@ class Device:
         # head's codes, but not a NaN that native rows may hold.
         native = NATIVE_BITS in (keys.bits, values.bits)
         joins = not (extend or native) and gqa * JOINED <= NARROW and keys.num_heads % JOINED == 0
+        joins &= keys.token_group == 1  # of keys per channel scales are folded into the queries of one head
         joins &= num_requests is None or num_requests * keys.num_heads >= self.processors
         if self.arch == "interpreter":
-            return replace(INTERPRETED, tile=WIDE if extend or gqa > NARROW else NARROW, heads=JOINED if joins else 1)
+            wide, heads = extend or gqa > NARROW, JOINED if joins else 1
+            return _within_group(replace(INTERPRETED, tile=WIDE if wide else NARROW, heads=heads), keys)
         groups = max(keys.groups, values.groups)
         rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim, groups), {})
         fitting = [least_gqa for least_gqa in rows if least_gqa <= gqa]
@@ -135,7 +137,7 @@ class Device:
             )
         launches = rows[max(fitting)]
         kind = "wide" if extend or gqa > NARROW else "joined" if joins and "joined" in launches else "launch"
-        return replace(launches[kind], dependent=self._launches_dependents)
+        return _within_group(replace(launches[kind], dependent=self._launches_dependents), keys)
 
     @property
     def _launches_dependents(self) -> bool:
@@ -158,6 +160,11 @@ class Device:
         wanted = ROUNDS * launch.resident * self.processors // max(1, num_requests * tiles)
         least = max(1, min(least, 1024 // max(1, num_requests)))
         return min(max(wanted, least), MOST_SPLITS)
+
+
+def _within_group(launch: DecodeLaunch, keys: KernelSide) -> DecodeLaunch:
+    """The settings with blocks of which each lies in one group of keys per channel."""
+    return launch if keys.token_group == 1 else replace(launch, tokens=min(launch.tokens, keys.token_group))
 
 
 @cache

@@ -11,8 +11,8 @@ import triton
 
 from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.launch_settings import Device
+from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.workspaces import MOST_PREPARED, SPARE_BYTES, WORKSPACE_BYTES
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
     from kvtuner.runtime_loader.joined_chunk import JoinedChunk
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
-    from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, NewKeys, PackedRows, ScoreScaling
 
 WORTH_READING: Final = 256
 """The pairs of query and head to a KV head from which a prefix is read back; docs/kernels.md says why."""
@@ -60,8 +60,17 @@ class TritonAttention:
         launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
     def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
-        """See `PackedAttention.store_side`: in torch, since kernels store keys and values together."""
-        stored.write(slots, states)
+        """See `PackedAttention.store_side`: whole groups per channel in torch, as nothing that serves stores them."""
+        if stored.format.token_group > 1:
+            stored.write(slots, states)
+        else:
+            launch.store_one(self._side(stored), slots, _dense(states))
+
+    def store_groups(
+        self, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None = None
+    ) -> None:
+        """See `PackedAttention.store_groups`: without waiting for the device, which knows what is full."""
+        launch.store_groups_of(self._side(keys), ring, new, slots, chunk)
 
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""

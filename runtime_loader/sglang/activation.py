@@ -11,7 +11,11 @@ from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, r
 from kvtuner.runtime_loader.model_check import calibrated_positions
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
-from kvtuner.runtime_loader.sglang.compat.model import keeps_states, model_config_of
+from kvtuner.runtime_loader.sglang.compat.model import (
+    keeps_states,
+    model_config_of,
+    reads_images_both_ways,
+)
 from kvtuner.runtime_loader.sglang.compat.processes import (
     decide,
     on_ready,
@@ -117,6 +121,7 @@ def _check(server_args: Any) -> None:
         profile = loaded.profile(model_config)
         if profile.tuned_geometry().is_latent:
             refuse_of_latents(arguments, hicache_only=loaded.request.hicache_only)
+            _check_reader_of_latents(arguments.device)
         has_readers = profile.geometry.num_shared_layers > 0
         if keeps_states(model_config):
             refuse_beside_other_layers(arguments, "layers that keep a state")
@@ -132,13 +137,17 @@ def _check(server_args: Any) -> None:
                 arguments, profile.defaults.k.group_size, hicache_only=loaded.request.hicache_only,
                 has_other_layers=has_other_layers,
             )  # fmt: skip
-        _check_reader(arguments.device, profile)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         if arguments.speculative_algorithm is not None and profile.window.num_tokens:
             raise ServingError(
                 f"--speculative-algorithm {arguments.speculative_algorithm} does not work with an exact window"
                 f" ({profile.window}): copies of drafts that are not accepted would stay; drop it, or serve a profile"
                 " without a window"
+            )
+        if profile.window.num_tokens and reads_images_both_ways(model_config):
+            raise ServingError(
+                "the tokens of an image read one another in this model, later ones too, which an exact window"
+                f" ({profile.window}) has no place for; serve a profile without a window, or the model's text alone"
             )
         state.checked_digest = profile.digest
         if loaded.request.uniform is None:
@@ -148,17 +157,13 @@ def _check(server_args: Any) -> None:
             _compare_models(loaded.request, profile, model_config)
 
 
-def _check_reader(device: str, profile: Profile) -> None:
+def _check_reader_of_latents(device: str) -> None:
     # Imported here because a launcher does without attention; this one is to refuse before weights are loaded.
     import torch
 
-    from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for, latent_backend
+    from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, latent_backend
 
-    name = os.environ.get(BACKEND_VARIABLE) or None
-    if profile.tuned_geometry().is_latent:
-        latent_backend(torch.device(device), name)
-    elif profile.has_per_channel_keys:
-        backend_for(torch.device(device), name, per_channel=True)
+    latent_backend(torch.device(device), os.environ.get(BACKEND_VARIABLE) or None)
 
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:

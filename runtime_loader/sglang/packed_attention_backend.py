@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.joined_chunk import first_new_tokens
-from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds, NewKeys, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import (
     TritonAttnBackend,
     check_attention_layers,
@@ -20,13 +20,13 @@ from kvtuner.runtime_loader.sglang.compat.attention import (
     refuse_unserved,
 )
 from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
+from kvtuner.runtime_loader.sglang.compat.model import reads_images_both_ways
 from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunk, SharedChunks
-from kvtuner.runtime_loader.token_groups import pack_full_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +68,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         readers = self.pool.rank_state.profile.geometry.whole().num_readers().items()
         self._shared = SharedChunks({layer_id: number for layer_id, number in readers if layer_id in self._packed})
         self._first_layer = first_attention_layer(runner.model)
+        self._reads_images_both_ways = reads_images_both_ways(runner.model_config)
         with refusing():
             self.attention.prepare(self._layers, self.num_head, runner.req_to_token_pool.size)
         self._flash = self._flash_prefill()
@@ -163,16 +164,14 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         k, v = (self.attention.read(stored, self._stored_at, dtype) for stored in (keys, values))
         return k, v
 
-    def _pack_full_groups(
-        self, keys: PackedRows, rows: Tensor, slots: Tensor, tokens: Tensor | None = None, k: Tensor | None = None
+    def _store_groups(
+        self, keys: PackedRows, rows: Tensor, slots: Tensor, tokens: Tensor | None = None, chunk: NewKeys | None = None
     ) -> None:
         """Pack the groups that the layer's new tokens fill, of keys per channel, which the pool does not write."""
-        window, stored_at = self._window, self._stored_at
-        assert window is not None and stored_at is not None, "such a profile has a window, and its layers copies"
-        chunks = None if k is None else (stored_at, k)
+        window = self._window
+        assert window is not None, "such a profile has a window, and its layers copies"
         with refusing():
-            new = NewTokens(window.requests, rows, tokens)
-            pack_full_groups(self.attention, keys, window.ring, new, slots, chunks)
+            self.attention.store_groups(keys, window.ring, NewTokens(window.requests, rows, tokens), slots, chunk)
 
     def _decode(
         self, q: Tensor, keys: PackedRows | Tensor, values: PackedRows | Tensor, o: Tensor, kv_indptr: Tensor,
@@ -188,7 +187,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             return
         refuse_unserved(arguments)
         if keys.format.token_group > 1:
-            self._pack_full_groups(keys, kv_indptr, kv_indices)
+            self._store_groups(keys, kv_indptr, kv_indices)
         scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
         self.attention.decode(q, keys, values, kv_indptr, kv_indices, scores, out=o, window=self._window)
 
@@ -205,17 +204,19 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
                 max_len_extend, k_descale, v_descale, sm_scale, logit_cap=logit_cap, **arguments,
             )  # fmt: skip
             return
-        tree = None
-        if self._verifies and custom_mask is not None and mask_indptr is not None:
-            tree = DraftTree(custom_mask, mask_indptr)
-        refuse_unserved({**arguments, "custom_mask": None if tree else custom_mask, "is_causal": is_causal})
+        mask = None
+        if custom_mask is not None and mask_indptr is not None and (self._verifies or self._reads_images_both_ways):
+            mask = ChunkMask(custom_mask, mask_indptr)
+        refuse_unserved({**arguments, "custom_mask": None if mask else custom_mask, "is_causal": is_causal})
         k, v = self.pool.new_states(k, v)
         if not self._is_reader:
             with refusing():
                 self._shared.keep(layer.layer_id, SharedChunk(k, v, self._stored_at))
         if keys.format.token_group > 1:
-            self._pack_full_groups(keys, kv_indptr, kv_indices, qo_indptr, k)
-        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, tree)
+            assert self._stored_at is not None, "the pool has just stored the layer's values"
+            chunk = NewKeys(self._stored_at, k, max_len_extend)
+            self._store_groups(keys, kv_indptr, kv_indices, qo_indptr, chunk)
+        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, mask)
         scores = ScoreScaling(sm_scale, logit_cap, arguments.get("sinks"))
         window, prefix = self._window, None
         # Drafts are read as they are without speculation, where each reads itself as it was stored.
@@ -230,7 +231,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         reads_prefix = window is None or near is not None or (window.stored is None and not len(kv_indices))
         is_done = False
         # Drafts are verified in graphs, whose slots are as many as SGLang has room for.
-        is_plain = logit_cap <= 0 and scores.sink_scores is None and not self._verifies
+        is_plain = logit_cap <= 0 and scores.sink_scores is None and not self._verifies and mask is None
         if reads_prefix and self._flash is not None and is_plain:
             is_done = self._flash.attend(q, k, v, keys, values, bounds, sm_scale, o, self._longest)
         elif reads_prefix:

@@ -245,7 +245,7 @@ def _backend(kvc: Any) -> AttentionBackend:
 def _attention(device: torch.device, profile: Profile) -> PackedAttention:
     name = os.environ.get(BACKEND_VARIABLE) or None
     if not profile.tuned_geometry().is_latent:
-        return backend_for(device, name, per_channel=profile.has_per_channel_keys).make(device)
+        return backend_for(device, name).make(device)
     make = latent_backend(device, name).make_of_latents
     assert make is not None
     return make(device)

@@ -333,8 +333,9 @@ def test_a_head_dim_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     assert "head_dim 20 cannot be packed at 2 bits" in refusal(lambda: read_shape(source), PrecisionError)
 
 
-def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> None:
-    source = config_folder(tmp_path, "Bloom", hidden_size=64, n_layer=2, n_head=4)
+@pytest.mark.parametrize(("name", "width"), [("Bloom", "hidden_size"), ("XLNet", "d_model")])
+def test_a_model_that_does_not_say_its_context_must_be_told(name: str, width: str, tmp_path: Path) -> None:
+    source = config_folder(tmp_path, name, **{width: 64}, n_layer=2, n_head=4)
     assert "give --context-length" in refusal(lambda: read_shape(source))
     assert read_shape(ModelSource(source.model, context_length=64)).context_length == 64
 

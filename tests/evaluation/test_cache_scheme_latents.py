@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tiny.latent_models import LATENT, RANK, ROPE
+from tiny.shrunk_models import SHRUNK_LATENTS, shrunk_model
 from transformers import DynamicCache
 
 from kvtuner.calibration.forward.attention_hook import register_hook
@@ -83,12 +84,12 @@ def test_a_token_takes_the_bytes_of_its_latent_and_its_rotary_channels(
     assert fp8.stored_bytes == 2 * TOKENS * 3 * (RANK + ROPE)
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", [*LATENT, *SHRUNK_LATENTS])
 def test_16_bits_are_the_models_own_cache_and_packed_latents_are_the_simulators(
     name: str, make_model: Callable[..., Any]
 ) -> None:
     """Tolerances: 1e-4 where no code can flip but by float32 sums, and a flipped code moves logits by its step."""
-    model, ids = make_model(name), some_tokens()
+    model, ids = shrunk_model(name) if name in SHRUNK_LATENTS else make_model(name), some_tokens()
     hooked = copy.deepcopy(model)
     hooked.set_attn_implementation(register_hook())
     chain = DecoderChain(hooked, read_cache_geometry(model.config))

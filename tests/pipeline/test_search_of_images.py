@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tiny.image_readers import make_processor, make_reader, write_image_data
+from tiny.image_models import make_reader
+from tiny.image_readers import make_processor, write_image_data
 from tiny.small_search import TRIALS
 
 from kvtuner.exported_configs.profile.load import load_profile

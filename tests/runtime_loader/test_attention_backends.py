@@ -85,14 +85,6 @@ def test_a_backend_that_does_not_run_there_is_refused(toy: AttentionBackend, dev
         backend_for(torch.device(device), name)
 
 
-def test_keys_per_channel_have_a_backend_that_reads_them(toy: AttentionBackend) -> None:
-    assert backend_for(CPU, per_channel=True) is backend_for(CPU)
-    assert backend_for(CPU, "torch", per_channel=True).name == "torch"
-    for device, name in ((CPU, "toy"), (CPU, "triton"), (torch.device("cuda"), None)):
-        with pytest.raises(ServingError, match=f"not read on {device} by {name or 'triton'}: cpu and torch read them"):
-            backend_for(device, name, per_channel=True)
-
-
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine that has no C++ compiler, for a user who compiled nothing."""

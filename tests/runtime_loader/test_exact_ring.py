@@ -27,9 +27,8 @@ from kvtuner.runtime_loader.exact_ring import (
     most_requests,
     request_bytes,
 )
-from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import NewKeys, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
-from kvtuner.runtime_loader.token_groups import pack_full_groups
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.transforms import TransformKind
@@ -232,7 +231,7 @@ def test_groups_of_keys_per_channel_are_packed_once_a_request_fills_them() -> No
         if is_decode:
             step = NewTokens(requests, _bounds(read))
             ring.store(step, *fresh)
-            pack_full_groups(attention, keys, ring, step, past)
+            attention.store_groups(keys, ring, step, past)
             q = torch.randn(2, 4, 48, generator=generator)
             found = attention.decode(
                 q, keys, values, _bounds(read), past, ScoreScaling(0.2), window=WindowReads(ring, requests)
@@ -247,7 +246,7 @@ def test_groups_of_keys_per_channel_are_packed_once_a_request_fills_them() -> No
         else:
             at = torch.cat([slots[slot][b : b + n] for slot, b, n in zip(slots, before, lengths, strict=True)])
             step = NewTokens(requests, _bounds(read), bounds)
-            pack_full_groups(attention, keys, ring, step, past, (at, fresh[0]))
+            attention.store_groups(keys, ring, step, past, NewKeys(at, fresh[0], max(lengths)))
             ring.store(step, *fresh)
         for slot, (own_k, _) in stored.items():
             full = len(own_k) // 16 * 16
@@ -257,7 +256,7 @@ def test_groups_of_keys_per_channel_are_packed_once_a_request_fills_them() -> No
             assert bool((keys.rows[slots[slot][full:]] == 255).all()), "nothing is packed before its group is full"
     ring.positions[2] = EMPTY
     with pytest.raises(CacheError, match="have no exact copies, though their group of keys per channel is not full"):
-        pack_full_groups(attention, keys, ring, NewTokens(requests, _bounds(read)), past)
+        attention.store_groups(keys, ring, NewTokens(requests, _bounds(read)), past)
 
 
 def _bounds(lengths: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from windowed_requests import WindowedPool, live
 
 from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.attention_backends import backend_for
-from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds, ScoreScaling
 
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat
@@ -78,7 +78,7 @@ def test_each_draft_reads_those_that_it_follows(
     starts = torch.tensor([0, *itertools.accumulate(map(len, masks))])
     tokens = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     prefix = torch.tensor([0, *itertools.accumulate(PREFIXES)], dtype=torch.int32)
-    bounds = ExtendBounds(tokens, prefix, slots, max(counts), DraftTree(torch.cat(masks), starts))
+    bounds = ExtendBounds(tokens, prefix, slots, max(counts), ChunkMask(torch.cat(masks), starts))
     scores = ScoreScaling(channels**-0.5, cap)
     found = attention.extend(q, k, v, keys, values, bounds, scores)
     for tree, (start, stop), of_prefix in zip(
@@ -104,7 +104,7 @@ def test_a_chain_is_what_is_read_without_a_tree(
     q, k, v = (torch.randn(9, heads, 64, generator=generator) for heads in (2, 1, 1))
     tokens, prefix = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 30, 30], dtype=torch.int32)
     chains = [torch.ones(4, 34, dtype=torch.bool).tril(30), torch.ones(5, 5, dtype=torch.bool).tril()]
-    tree = DraftTree(torch.cat([chain.flatten() for chain in chains]), torch.tensor([0, 4 * 34, 4 * 34 + 25]))
+    tree = ChunkMask(torch.cat([chain.flatten() for chain in chains]), torch.tensor([0, 4 * 34, 4 * 34 + 25]))
     scores = ScoreScaling(0.1)
     causal = attention.extend(q, k, v, keys, values, ExtendBounds(tokens, prefix, slots, 5), scores)
     by_tree = attention.extend(q, k, v, keys, values, ExtendBounds(tokens, prefix, slots, 5, tree), scores)

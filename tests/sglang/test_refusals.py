@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import transformers
+from tiny.served_images import save_image_model
 from transformers import AutoConfig
 
 from kvtuner.errors import ServingError
@@ -96,24 +97,25 @@ def test_deterministic_inference(tiny: Path, refused: Refused, fitting: Path) ->
         assert line.endswith("drop it")
 
 
-def test_a_model_that_reads_pictures_and_was_never_tried(
+@pytest.mark.parametrize("name", ["llama4", "llama4-images"])
+def test_a_model_whose_keys_have_another_order_of_channels(
+    name: str, refused: Refused, model_folder: ModelFolder
+) -> None:
+    folder = model_folder(name, attention_chunk_size=128, max_position_embeddings=128)  # all of its context
+    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--disable-hybrid-swa-memory")
+    line = refused(folder, *flags)
+    assert line.startswith("SGLang's code for Llama4For")
+    assert "has the channels of keys in another order than transformers" in line
+
+
+def test_exact_windows_of_a_model_whose_images_are_read_both_ways(
     refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
-    config = transformers.Qwen2VLConfig(
-        text_config={
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
-        },
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
-    )  # fmt: skip
-    config.architectures = ["Qwen2VLForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    line = refused(tmp_path, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
-    assert line.startswith("Qwen2VLForConditionalGeneration reads more than text")
-    assert "Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration alone" in line
-    assert line.endswith("serve it without a profile")
+    save_image_model("Gemma3", make_tokenizer(), tmp_path)
+    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--kvtuner-residual-length", "32")
+    line = refused(tmp_path, *flags, "--enable-multimodal")
+    assert line.startswith("the tokens of an image read one another in this model, later ones too")
+    assert line.endswith("serve a profile without a window, or the model's text alone")
 
 
 def test_adapters_where_nothing_may_differ_from_what_was_measured(tiny: Path, refused: Refused, fitting: Path) -> None:

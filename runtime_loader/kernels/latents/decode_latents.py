@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.decode import group_weights, loaded_slots, row_offsets, scores_of_codes
+from kvtuner.runtime_loader.kernels.decode import group_weights, loaded_slots
+from kvtuner.runtime_loader.kernels.keys.scores_of_keys import row_offsets, scores_of_codes
 from kvtuner.runtime_loader.kernels.queries import (
     queries_of,
     query_sum,

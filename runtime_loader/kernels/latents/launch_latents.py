@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.kernels.kernel_side import Facts, KernelSide
-    from kvtuner.runtime_loader.kernels.launch import Scratch
+    from kvtuner.runtime_loader.kernels.scratch import Scratch
     from kvtuner.runtime_loader.packed_attention import ScoreScaling
 
 INTERPRETED_LATENTS: Final = DecodeLaunch(

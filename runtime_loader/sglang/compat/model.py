@@ -15,11 +15,22 @@ from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_position
 if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry
 
-__all__ = ["configuration_of", "has_attention_sinks", "keeps_states", "model_config_of", "refuse_other_pools"]
+__all__ = [
+    "configuration_of", "has_attention_sinks", "keeps_states", "model_config_of", "reads_images_both_ways",
+    "refuse_other_pools",
+]  # fmt: skip
 
 TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
 """The flag by which SGLang takes a model that reads images for one of text."""
-WITH_IMAGES: Final = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+WITH_IMAGES: Final = (
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 """The architectures of models that read images and were tried."""
 _MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
 """The kinds of models in whose configuration SGLang gives all layers the heads of the full ones."""
@@ -75,8 +86,9 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         if is_true:
             raise UnsupportedModelError(f"{reason}; serve it without a profile")
     if model_config.is_multimodal and name not in WITH_IMAGES:
+        tried = ", ".join(tried.removesuffix("ForConditionalGeneration") for tried in WITH_IMAGES)
         raise UnsupportedModelError(
-            f"{name} reads more than text, which was tried with a packed KV pool for {' and '.join(WITH_IMAGES)} alone;"
+            f"{name} reads more than text, which was tried with a packed KV pool for the classes of {tried} alone;"
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
     _refuse_other_states(model_config, geometry)
@@ -124,10 +136,21 @@ def _refuse_other_states(model_config: Any, geometry: CacheGeometry) -> None:
 
 def _gives_windows(architecture: str) -> bool:
     """Whether SGLang's class of an architecture says how long the windows of its layers are."""
+    return hasattr(_class_of(architecture), "get_attention_sliding_window_size")
+
+
+def reads_images_both_ways(model_config: Any) -> bool:
+    """Whether the tokens of an image read one another: SGLang's class of a model then makes masks of chunks."""
+    if not model_config.is_multimodal:
+        return False
+    return hasattr(_class_of(model_config.hf_config.architectures[0]), "prepare_attn_masks")
+
+
+def _class_of(architecture: str) -> type:
     from sglang.srt.models.registry import ModelRegistry  # imports the code of all models
 
-    model_class, _ = ModelRegistry.resolve_model_cls([architecture])
-    return hasattr(model_class, "get_attention_sliding_window_size")
+    model_class: type = ModelRegistry.resolve_model_cls([architecture])[0]
+    return model_class
 
 
 def has_attention_sinks(model_config: Any) -> bool:

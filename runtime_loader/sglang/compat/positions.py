@@ -1,4 +1,4 @@
-"""Models whose windows or rotary positions SGLang's own code reads otherwise than transformers, refused by name.
+"""Models whose windows, rotary positions or channels SGLang's code reads otherwise than transformers, refused by name.
 
 It knows configurations alone, no pools, and compares them: transformers' with the one that SGLang holds.
 """
@@ -25,15 +25,22 @@ from that field of a file.
 """
 _BY_WORD: Final = ("Exaone4ForCausalLM",)
 """The architectures whose windows SGLang reads from a word in the configuration, not from its types of layers."""
+_OTHER_CHANNELS: Final = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+"""The architectures whose queries and keys SGLang has in another order of channels, or rotates as if it had."""
 _ALSO: Final = "SGLang reads it so without a profile too"
 
 
 def refuse_other_positions(config: Any, served: Any) -> None:
-    """Refuse a model to whose layers SGLang gives another rotary base, other windows or other rotary positions.
+    """Refuse a model to whose layers SGLang gives another rotary base, other windows, positions or order of channels.
 
     Its configuration is transformers' own, with what a server overrides, and `served` is the one that SGLang holds.
     """
     name = architecture_of(config)
+    if name in _OTHER_CHANNELS:
+        raise UnsupportedModelError(
+            f"SGLang's code for {name} has the channels of keys in another order than transformers, in which profiles"
+            " hold them; serve it without a profile"
+        )
     if name not in BASES:
         return
     text = config.get_text_config(decoder=True)

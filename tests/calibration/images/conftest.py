@@ -3,7 +3,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tiny.image_readers import READERS, make_processor, make_reader, write_image_data
+from tiny.image_models import make_reader
+from tiny.image_readers import READERS, make_processor, write_image_data
 
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.model_loading import ModelSource, load_model

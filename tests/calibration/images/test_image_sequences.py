@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tiny.image_readers import TOKENS, make_processor, picture
+from tiny.image_models import KINDS
+from tiny.image_readers import make_processor, picture
 
 from kvtuner.calibration.batches import batches
 from kvtuner.calibration.corpus import SPLITS, CorpusSource, load_corpus
@@ -58,7 +59,7 @@ def test_every_image_stands_whole_in_one_sequence(kind: str, corpus_of: Callable
 def test_the_places_of_an_image_hold_all_tokens_that_its_features_take(
     kind: str, corpus_of: Callable[..., Corpus], make_tokenizer: MakeTokenizer
 ) -> None:
-    (feature,) = make_processor(kind, make_tokenizer()).tokenizer.convert_tokens_to_ids([TOKENS[kind][0]])
+    (feature,) = make_processor(kind, make_tokenizer()).tokenizer.convert_tokens_to_ids([KINDS[kind].tokens[0]])
     corpus = corpus_of(kind)
     for name in SPLITS:
         for ids, sequence in zip(corpus.splits[name], corpus.images[name], strict=True):

@@ -123,6 +123,15 @@ def test_pages_are_whole_groups(model: Any, profile_of: ProfileOf, engine_of: En
         engine_of(model, None, profile, page_size=48)
 
 
-def test_an_attention_that_does_not_read_them_is_refused(model: Any, profile: Profile, engine_of: EngineOf) -> None:
-    with pytest.raises(ServingError, match="per channel are not read on cpu by triton: cpu and torch read them on a"):
-        engine_of(model, None, profile, attention="triton")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("attend", ["fresh", "cache"])
+def test_the_kernels_read_and_pack_them_too(
+    attend: str, model: Any, profile: Profile, prompt: Any, engine_of: EngineOf
+) -> None:
+    engine = engine_of(model, None, profile, attention="triton", attend=attend, chunk_tokens=33)
+    answers = engine.generate([prompt(length) for length in (40, 3)], ASKED)
+    engine.close()
+    for answer in answers:
+        length = len(answer.prompt_token_ids)
+        cuts = [0, *range(33, length, 33), length] if attend == "fresh" else []
+        assert reads_exactly(model, profile, answer, exact_pairs(WINDOW, length + NEW, cuts))

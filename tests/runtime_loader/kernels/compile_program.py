@@ -19,7 +19,7 @@ from gpu_parts.pools import HeadShape
 
 from kvtuner.precision import Fit, PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, store_and_read_rows
+from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, read_rows, store_rows
 from kvtuner.runtime_loader.kernels import window as kernels_of_window
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import (
@@ -36,7 +36,6 @@ from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, Device
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
 from kvtuner.runtime_loader.kernels.pages.page_mover import COPY_WARPS, copy_facts
 from kvtuner.runtime_loader.kernels.pages.store_layers import store_layers
-from kvtuner.runtime_loader.kernels.read_joined import read_joined
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
@@ -69,12 +68,12 @@ def instructions(kernel: Any) -> dict[str, int]:
 def stored(k_bits: int, v_bits: int, head_dim: int = 128, fit: Fit = "minmax") -> Any:
     """The store kernel, with every transform and both kinds of grid."""
     sides = transformed(k_bits, head_dim, fit=fit), transformed(v_bits, head_dim, symmetric=True, fit=fit)
-    return sass.compiled(store_and_read_rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
+    return sass.compiled(store_rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
 
 
 def read_back(bits: int, head_dim: int) -> Any:
     """The read kernel, with every transform."""
-    return sass.compiled(store_and_read_rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
+    return sass.compiled(read_rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
 def attending(pair: PrecisionPair, head_dim: int, target: int | GPUTarget, arch: str, **kind: Any) -> Any:
@@ -97,7 +96,7 @@ def around(head_dim: int) -> list[Any]:
     kernels = [
         sass.compiled(queries.prepare_queries, prepare, HOPPER),
     ]
-    for part, reads in enumerate(("all", "inside", "outside", "tree")):
+    for part, reads in enumerate(("all", "inside", "outside", "masked")):
         facts = {**fresh, **WINDOW, "READS": reads, "PART": min(part, 2)}
         kernels.append(sass.compiled(extend_and_merge.attend_fresh, facts, HOPPER, **fresh_options(side, side)))
     facts = {**fresh, **WINDOW, "PART": 2}
@@ -165,7 +164,7 @@ def moving_layers(k_bits: int, v_bits: int) -> list[dict[str, int]]:
     facts = {**store_facts(keys, values), "UNIT": 8, "K_UNIT": 8, "V_UNIT": 8}
     kernels = [
         sass.compiled(store_layers, facts, HOPPER, **EXACT),
-        sass.compiled(read_joined, read_layer_facts(keys, values), HOPPER, **EXACT),
+        sass.compiled(read_rows.read_joined, read_layer_facts(keys, values), HOPPER, **EXACT),
     ]
     return [{**instructions(kernel), "spills": spills(kernel)} for kernel in kernels]
 

@@ -28,7 +28,7 @@ from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import DraftTree, ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds, NewKeys, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
 
@@ -40,6 +40,8 @@ def side(bits: int, heads: int, head_dim: int, groups: int, kind: str, word_bits
     """The format of rows of one side; constants are ones."""
     if bits == 16:
         return RowFormat(heads, head_dim, None)
+    if kind == "per_channel":
+        return RowFormat(heads, head_dim, QuantSpec(bits, token_group=32))
     parts, ones = TransformKind.parse(kind), torch.ones(heads, head_dim, dtype=torch.float16)
     transform = Transform(parts, ones if parts.centered else None, ones if parts.balanced else None)
     group_size = None if groups == 1 else head_dim // groups
@@ -67,7 +69,11 @@ def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa
     def states(tokens: int, num_heads: int) -> torch.Tensor:
         return torch.zeros(tokens, num_heads, head_dim, dtype=DTYPE)
 
-    attention.store(keys, values, slots, states(len(slots), heads), states(len(slots), heads))
+    is_per_channel = keys.format.token_group > 1
+    if is_per_channel:
+        attention.store_side(values, slots, states(len(slots), heads))
+    else:
+        attention.store(keys, values, slots, states(len(slots), heads), states(len(slots), heads))
     ring = ExactRing(
         torch.zeros(8, 36, heads, head_dim, dtype=DTYPE), torch.zeros(8, 36, heads, head_dim, dtype=DTYPE),
         torch.full((8, 36), -1, dtype=torch.int32), ExactWindow(32, 4),
@@ -76,7 +82,7 @@ def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa
     fresh = states(sum(new), heads)
     bounds = ExtendBounds(indptr(new, torch.int64), indptr(lengths), slots, max(new))
     starts = indptr([many * (past + many) for past, many in zip(lengths, new, strict=True)], torch.int64)
-    drafts = replace(bounds, tree=DraftTree(torch.ones(int(starts[-1]), dtype=torch.bool), starts))
+    drafts = replace(bounds, mask=ChunkMask(torch.ones(int(starts[-1]), dtype=torch.bool), starts))
     for cap in (0.0, 30.0):
         scores = ScoreScaling(head_dim**-0.5, cap)
         window = WindowReads(ring, requests)
@@ -86,6 +92,10 @@ def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa
             q = states(sum(new), heads * gqa)
             attention.extend(q, fresh, fresh, keys, values, bounds, scores, window=reads)
         attention.extend(q, fresh, fresh, keys, values, drafts, scores)
+    if is_per_channel:
+        attention.store_groups(keys, ring, NewTokens(requests, indptr(lengths)), slots)
+        chunk = NewKeys(torch.arange(len(fresh)), fresh, max(new))
+        attention.store_groups(keys, ring, NewTokens(requests, indptr(lengths), indptr(new, torch.int64)), slots, chunk)
     attention.store_copies(ring, NewTokens(requests, indptr(lengths)), states(count, heads), states(count, heads))
     attention.store_copies(ring, NewTokens(requests, indptr(lengths), indptr(new, torch.int64)), fresh, fresh)
     attention.read(keys, slots, DTYPE)
@@ -132,11 +142,12 @@ for arch in asked["archs"]:
         attention = TritonAttention(torch.device("cpu"))
         attention.prepare([(keys, values)], heads * gqa, 8)
         served(attention, keys, values, gqa, [17, 16, 2])
-        moved(keys, values, 2)
+        if keys.format.token_group == 1:
+            moved(keys, values, 2)
         before = collections.Counter(fake_gpu.LAUNCHED.compiled)
         for lengths in ([1], [33, 1], [5, 7, 16, 3, 8]):
             served(attention, keys, values, gqa, lengths)
-        for num_pages in (1, 5):
+        for num_pages in (1, 5) if keys.format.token_group == 1 else ():
             moved(keys, values, num_pages)
         anew = fake_gpu.LAUNCHED.compiled - before
         case = f"sm_{arch} {PrecisionPair(k_bits, v_bits)} {heads}x{gqa}x{head_dim} {groups} {kind} {words} {fit}"

@@ -15,8 +15,8 @@ from oracles.dequantized_attention import WITH_NAN, assert_nan_is_seen_by_its_re
 from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, JOINED, WIDE, DecodeLaunch
+from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 

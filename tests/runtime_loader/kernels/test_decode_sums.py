@@ -13,8 +13,8 @@ from triton.runtime import interpreter
 from kvtuner.precision import PACKED_BITS, num_slots
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED
+from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 

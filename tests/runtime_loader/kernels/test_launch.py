@@ -72,6 +72,14 @@ def test_all_kernels_are_launched_as_they_are_compiled(arch: int) -> None:
     assert assert_ready(launched(archs=[arch]), 1) == KERNELS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [*(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 89, 100)), 90])
+def test_kernels_of_keys_per_channel_are_launched_as_they_are_compiled(arch: int) -> None:
+    of_pages = {"copy_pages", "store_layers"}  # which refuse such keys
+    found = launched(archs=[arch], kinds=["per_channel"], pairs=[[2, 4]], heads=[[2, 4]])
+    assert assert_ready(found, 1) == {*KERNELS - of_pages - {"prepare_queries"}, "store_groups"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_pairs_of_an_architecture_with_other_properties_by_chance(arch: int) -> None:

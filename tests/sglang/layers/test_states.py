@@ -179,7 +179,6 @@ def test_a_profile_is_of_the_model_that_sglang_reads_by_a_class_of_its_own(
         ("qwen3-next", {}, ("--pp-size", "2"), "--pp-size 2 does not work with a packed KV pool beside layers that"),
         ("qwen3-next", {"full_attention_interval": 3}, (), "SGLang gives keys to other layers of Qwen3NextForCausalLM"),
         ("qwen3-next", {"full_attention_interval": None}, (), "Qwen3NextForCausalLM is configured without full_att"),
-        ("qwen3.5-images", {}, (), "Qwen3_5ForConditionalGeneration reads more than text, which was tried with"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_states_is_refused(

@@ -13,7 +13,7 @@ from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.latents.launch_latents import INTERPRETED_LATENTS, decode_of_latents
-from kvtuner.runtime_loader.kernels.launch import Scratch
+from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind, candidate_transforms

@@ -1,4 +1,4 @@
-"""Rows in kernels: written from keys and values, and read back to model space.
+"""Rows written in kernels from keys and values, each token by itself.
 
 Codes and scale words that are written equal those of `quant.py` for the same input. So nothing that computes may be
 contracted (`enable_fp_fusion` is off at launch), division is IEEE's, and the Hadamard adds in the same order.
@@ -14,18 +14,12 @@ from kvtuner.runtime_loader.kernels.transform_steps import (
     INNER,
     LANES,
     apply_steps,
-    invert_steps,
     load_spread,
     mixes_channels,
     spread_of,
 )
 from kvtuner.runtime_loader.kernels.unpack_codes import (
-    ONE,
-    fp16_saturated,
-    offset_step,
     power_of_two,
-    scale_and_minimum,
-    scale_and_zero_point,
     slots_of,
     third_bytes,
     words_at,
@@ -92,15 +86,22 @@ def _range_of(y, mask_units, IS_PADDED: tl.constexpr):
         highest = tl.where(mask_units, y, -65504.0)
         nan_probe = tl.where(mask_units, nan_probe, 0.0)
     not_finite = tl.sum(tl.sum(nan_probe, 1), 2) != 0.0  # [GROUPS, TOKENS]; NaN and infinity minus themselves are NaN
-    # Adding 0 makes a minimum of -0 the 0 that `quant.py` stores.
-    low = tl.where(not_finite, 0.0, _saturated(tl.min(tl.min(lowest, 1), 2))) + 0.0  # [GROUPS, TOKENS]
-    high = tl.where(not_finite, 0.0, _saturated(tl.max(tl.max(highest, 1), 2))) + 0.0  # [GROUPS, TOKENS]
+    low, high = saturated_range(tl.min(tl.min(lowest, 1), 2), tl.max(tl.max(highest, 1), 2), not_finite)
     return low, high, not_finite
 
 
 @triton.jit
-def _grid_of(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """The scale, as the bits of an fp16, and the minimum, fp16, of ranges [GROUPS, TOKENS]."""
+def saturated_range(lowest, highest, not_finite):
+    """The least and the largest number of groups as fp16 holds them, 0 to 0 of a group with NaN or infinity."""
+    # Adding 0 makes a minimum of -0 the 0 that `quant.py` stores.
+    low = tl.where(not_finite, 0.0, _saturated(lowest)) + 0.0  # the shape of lowest
+    high = tl.where(not_finite, 0.0, _saturated(highest)) + 0.0  # the shape of lowest
+    return low, high
+
+
+@triton.jit
+def grid_of_range(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """The scale, as the bits of an fp16, and the minimum, fp16, of ranges [GROUPS, TOKENS] or of another shape."""
     if SYMMETRIC:
         # The scale is rounded up, so that the largest value stays inside the grid; its half must be an fp16 too.
         HALF: tl.constexpr = 1 << (BITS - 1)
@@ -136,13 +137,13 @@ def _zero_point_grid(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:
         zero_point = tl.where(scale == 0, 0, 16)
     else:
-        places = -low * _inverse_of(scale) * (2.0 ** (5 - BITS))  # [GROUPS, TOKENS]
+        places = -low * inverse_of(scale) * (2.0 ** (5 - BITS))  # [GROUPS, TOKENS]
         zero_point = (tl.minimum(tl.maximum(places, 0.0), 31.0) + 8388608.0).to(tl.int32, bitcast=True) & 31
     return scale, zero_point
 
 
 @triton.jit
-def _inverse_of(scale):
+def inverse_of(scale):
     """The inverse of scales, given as the bits of fp16; 0 of 0."""
     step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # the shape of scale
     return tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))
@@ -158,8 +159,14 @@ def _minimum_of(scale, zero_point, BITS: tl.constexpr):
 @triton.jit
 def _codes_of(y, scale, minimum, BITS: tl.constexpr):
     """The codes of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS], int32 of which 23 bits count."""
-    inverse = _inverse_of(scale)  # [GROUPS, TOKENS]
-    y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]  # the shape of y
+    inverse = inverse_of(scale)  # [GROUPS, TOKENS]
+    return codes_on_grids(y, inverse[:, None, :, None], minimum.to(tl.float32)[:, None, :, None], BITS)
+
+
+@triton.jit
+def codes_on_grids(y, inverse, minimum, BITS: tl.constexpr):
+    """The codes of numbers with the grids of inverse scales and minima, broadcast to them, as `_codes_of`."""
+    y = (y - minimum) * inverse  # the shape of y
     # Half to even; the low bits of a float32 from 2**23 on are those of the integer that it is.
     return (tl.minimum(tl.maximum(y, 0.0), (1 << BITS) - 1) + 8388608.0).to(tl.int32, bitcast=True)
 
@@ -218,7 +225,7 @@ def store_side(
             else:
                 codes = _codes_of(y, scale, minimum, BITS)  # the shape of y
         elif FITTED:
-            scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
+            scale, minimum = grid_of_range(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
             codes, fitted_scale, fitted_minimum, usable = fit_grid(
                 y, low, high, not_finite, mask_groups, BITS, DIM // GROUPS, SYMMETRIC, PADDED != DIM
             )
@@ -227,7 +234,7 @@ def store_side(
             scale = tl.where(usable, fitted_scale, scale)
             minimum = tl.where(usable, fitted_minimum, minimum.to(tl.int16, bitcast=True))
         else:
-            scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
+            scale, minimum = grid_of_range(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
             codes = _codes_of(y, scale, minimum, BITS)  # the shape of y
             minimum = minimum.to(tl.int16, bitcast=True)
         units = _units_of(codes, not_finite, BITS, PLACES)  # [PLACES, TOKENS, SPREAD]
@@ -280,62 +287,3 @@ def store_rows(
             V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_FITTED, V_PADDED,
             V_WORD, TOKENS,
         )  # fmt: skip
-
-
-@triton.jit
-def read_tile(
-    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots, out_ptr, out_stride_t, out_stride_h, places, mask_tokens, head,
-    HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """Read one head of rows at slots [TOKENS] to places [TOKENS] of [tokens, heads, DIM], as `QuantSpec` rounds."""
-    SLOTS: tl.constexpr = slots_of(BITS)
-    UNITS: tl.constexpr = DIM // SLOTS
-    channels = tl.arange(0, PADDED)  # [PADDED], a power of two
-    mask_channels = channels < DIM  # [PADDED]
-    mask = mask_tokens[:, None] & mask_channels[None, :]  # [TOKENS, PADDED]
-    if BITS == 16:
-        # As all tiles of both branches, [TOKENS, PADDED].
-        y = tl.load(rows_ptr + slots[:, None] * ROW + head * DIM + channels[None, :], mask=mask, other=0.0)
-    else:
-        # A unit is loaded once for every slot: rows lie in the nearest cache by then.
-        unit = channels % UNITS  # [PADDED]
-        units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
-        if BITS == 3:
-            thirds = third_bytes(rows_ptr + slots[:, None] * ROW, head, unit[None, :], HEADS, UNITS)
-            units = (units.to(tl.int32) & 0xFFFF) | (tl.load(thirds, mask=mask, other=0).to(tl.int32) << 16)
-        # Slot j of unit u is channel j * UNITS + u.
-        codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)  # [TOKENS, PADDED]
-        group = channels // (DIM // GROUPS)  # [PADDED]
-        first_word = words_at(HEADS, UNITS, BITS, WORD) + head * GROUPS
-        place = slots[:, None] * (ROW // (WORD // 16)) + first_word + group[None, :]  # [TOKENS, PADDED]
-        if WORD == 16:
-            words = tl.load(rows_ptr + place, mask=mask, other=0).to(tl.int32)  # [TOKENS, PADDED]
-            scale, zero_point = scale_and_zero_point(words, 0)  # [TOKENS, PADDED] each
-            minimum = zero_point * (offset_step(BITS, WORD) / ONE) * scale  # [TOKENS, PADDED]; exact
-        else:
-            words = tl.load(words_ptr + place, mask=mask, other=0)  # [TOKENS, PADDED]
-            scale, minimum = scale_and_minimum(words)  # [TOKENS, PADDED] each
-        # Zeros in padding, which steps that mix channels need.
-        y = tl.where(mask, codes.to(tl.float32) * scale + minimum, 0.0)
-        y = invert_steps(y, head, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM)
-    out = out_ptr + places[:, None] * out_stride_t + head * out_stride_h + channels[None, :]  # [TOKENS, PADDED]
-    if BITS != 16 and out_ptr.dtype.element_ty == tl.float16:
-        y = fp16_saturated(y)  # half a step above the largest key, or a Hadamard of such
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
-def read_side(
-    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
-    HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Read one head of the first `count` tokens back to [tokens, heads, DIM]."""
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    mask_tokens = tokens < tl.load(count_ptr)  # [TOKENS]
-    slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
-    read_tile(
-        rows_ptr, words_ptr, mu_ptr, lam_ptr, slots, out_ptr, out_stride_t, out_stride_h, tokens, mask_tokens,
-        tl.program_id(1), HEADS, ROW, DIM, BITS, GROUPS, STEPS, PADDED, WORD,
-    )  # fmt: skip
