@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import random
 import shlex
 import statistics
@@ -174,6 +175,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures, written after each model: the same command goes on with those that the file lacks."""
     results: dict[str, Any] = {
         "command": f"PYTHONPATH=examples/sglang_on_cpu OMP_NUM_THREADS=1 python {shlex.join(sys.argv)}",
+        "machine": machine(),
         "threads": torch.get_num_threads(),
         "load_at_start": os.getloadavg()[0],
         "models": {},
@@ -200,14 +202,22 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return results
 
 
+def machine() -> str:
+    """The cores of this machine and whose they are."""
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    names = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
+    name = names[0] if names else platform.processor()
+    return f"{os.cpu_count()} virtual cores of {name}{' with AVX-512' if 'avx512' in facts else ''}"
+
+
 def page(results: dict[str, Any]) -> str:
     """The tables, in Markdown."""
     lines = [
         "# The local engine", "",
         "Figures of [docs/engine.md](../../docs/engine.md#speed): float32, medians of rounds in which the ways take"
-        f" turns, {results['threads']} thread. The machine (2 virtual cores of an Intel Xeon with AVX-512) did other"
-        f" work meanwhile: load {results['load_at_start']:.1f} at the start,"
-        f" {results.get('load_at_end', 0):.1f} at the end.", "",
+        f" turns, {results['threads']} thread. The load of the machine, {results['machine']}, was"
+        f" {results['load_at_start']:.1f} at the start, what was before included, and {results['load_at_end']:.1f} at"
+        " the end.", "",
         f"    {results['command']}", "",
     ]  # fmt: skip
     for name, found in results["models"].items():
@@ -227,7 +237,11 @@ def page(results: dict[str, Any]) -> str:
                 "Milliseconds to the first token of a prompt of 2,048 tokens, by the share that was a hit, and what its"
                 " other tokens take of a whole prompt",
             ),
-            ("own_cost", "A step of the engine by requests: milliseconds, and the share outside of the model"),
+            (
+                "own_cost",
+                "A step of the engine by requests: milliseconds, what is not the model's, and of that what is the"
+                " scheduler's",
+            ),
         ):
             if part in found:
                 lines += [f"### {title}", "", *_plain_table(found[part]), ""]

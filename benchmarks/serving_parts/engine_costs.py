@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.runtime_loader.engine.generation import SamplingParameters
@@ -33,7 +35,7 @@ def decoding_after(subject: Subject, contexts: Sequence[int], rounds: int) -> Ta
             for name, profile in ((OWN, None), (PACKED, subject.profile)):
                 with subject.engine(profile, 4, prefix_cache_tokens=0, chunk_tokens=2048) as engine:
                     start_decoding(engine, 4, length)
-                    times[name] += [step[0] for step in timed_steps(engine)]
+                    times[name] += [step.whole for step in timed_steps(engine)]
         table[f"{length:,} tokens"] = {name: statistics.median(each) for name, each in times.items()}
     return table
 
@@ -51,7 +53,7 @@ def hit_first_tokens(subject: Subject, rounds: int) -> Table:
         for name, profile in ((OWN, None), (PACKED, subject.profile)):
             with subject.engine(profile, 4, chunk_tokens=CHUNK) as engine:
                 engine.submit(prompt, one)
-                chunks = [step for step, _ in timed_steps(engine, LONG_PROMPT // CHUNK)]
+                chunks = [step.whole for step in timed_steps(engine, LONG_PROMPT // CHUNK)]
             for share in shares:
                 num_hits = round(share * LONG_PROMPT)
                 with subject.engine(profile, 4, chunk_tokens=CHUNK) as engine:
@@ -70,14 +72,23 @@ def hit_first_tokens(subject: Subject, rounds: int) -> Table:
 
 
 def own_cost(subject: Subject, counts: Sequence[int]) -> Table:
-    """Processor ms of a decoding step of so many requests, and of that outside of the model's forward."""
+    """Processor ms of a decoding step of so many requests, and of its parts that are not the model's forward.
+
+    The scheduler's is all but the choice of the next tokens and their text: which requests run, their pages, the
+    numbers of the step on the device, and the notes of what is stored.
+    """
     table: Table = {}
     for count in counts:
         with subject.engine(None, count, prefix_cache_tokens=0, chunk_tokens=4096) as engine:
             start_decoding(engine, count, SHORT_PROMPT)
             steps = timed_steps(engine)
-        step, outside = (statistics.median(each) for each in zip(*steps, strict=True))
-        table[str(count)] = {"step": step, "outside of the model": outside, "share %": 100 * outside / step}
+        whole = statistics.median(step.whole for step in steps)
+        outside = statistics.median(step.whole - step.model for step in steps)
+        scheduler = statistics.median(step.whole - step.model - step.answers for step in steps)
+        table[str(count)] = {
+            "step": whole, "outside of the model": outside, "share %": 100 * outside / whole, "scheduler": scheduler,
+            "its share %": 100 * scheduler / whole,
+        }  # fmt: skip
     return table
 
 
@@ -96,22 +107,34 @@ def start_decoding(engine: LocalEngine, count: int, length: int) -> None:
         engine.step()
 
 
-def timed_steps(engine: LocalEngine, num_steps: int = STEPS) -> list[tuple[float, float]]:
-    """The processor ms of some steps, and of what is not the forward of the model."""
-    runner: Any = engine._runner
-    run, steps, inside = runner.run, [], [0.0]
+@dataclass(frozen=True)
+class TimedStep:
+    """The processor ms of a step, of the model's forward in it, and of its choice of tokens with their text."""
 
-    def timed(step: Any) -> Any:
+    whole: float
+    model: float
+    answers: float
+
+
+def timed_steps(engine: LocalEngine, num_steps: int = STEPS) -> list[TimedStep]:
+    """The times of some steps."""
+    parts: tuple[tuple[Any, str], ...] = ((engine._runner, "run"), (engine, "_answer"))
+    spent: dict[str, float] = {}
+
+    def timed(name: str, call: Any, *arguments: Any) -> Any:
         start = time.process_time()
-        logits = run(step)
-        inside[0] = time.process_time() - start
-        return logits
+        result = call(*arguments)
+        spent[name] = 1e3 * (time.process_time() - start)
+        return result
 
-    runner.run = timed
+    for holder, name in parts:
+        setattr(holder, name, partial(timed, name, getattr(holder, name)))
+    steps = []
     for _ in range(num_steps):
+        spent["_answer"] = 0.0  # a chunk that does not end its prompt chooses none
         start = time.process_time()
         engine.step()
-        whole = time.process_time() - start
-        steps.append((1e3 * whole, 1e3 * (whole - inside[0])))
-    runner.run = run
+        steps.append(TimedStep(1e3 * (time.process_time() - start), spent["run"], spent["_answer"]))
+    for holder, name in parts:
+        delattr(holder, name)
     return steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -57,10 +58,14 @@ class TritonAttention:
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store`."""
-        launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
+        if keys.format.token_group > 1:
+            self.store_side(keys, slots, k)
+            self.store_side(values, slots, v)
+        else:
+            launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
     def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
-        """See `PackedAttention.store_side`: whole groups per channel in torch, as nothing that serves stores them."""
+        """See `PackedAttention.store_side`: whole groups per channel in torch, as self-tests alone store them."""
         if stored.format.token_group > 1:
             stored.write(slots, states)
         else:
@@ -70,6 +75,8 @@ class TritonAttention:
         self, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None = None
     ) -> None:
         """See `PackedAttention.store_groups`: without waiting for the device, which knows what is full."""
+        if chunk is not None:
+            chunk = replace(chunk, states=_dense(chunk.states))
         launch.store_groups_of(self._side(keys), ring, new, slots, chunk)
 
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:

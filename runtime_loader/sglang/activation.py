@@ -33,6 +33,7 @@ from kvtuner.runtime_loader.sglang.option_rules import (
     refuse_beside_other_layers,
     refuse_beside_per_channel,
     refuse_flags,
+    refuse_of_images,
     refuse_of_latents,
 )
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
@@ -144,11 +145,8 @@ def _check(server_args: Any) -> None:
                 f" ({profile.window}): copies of drafts that are not accepted would stay; drop it, or serve a profile"
                 " without a window"
             )
-        if profile.window.num_tokens and reads_images_both_ways(model_config):
-            raise ServingError(
-                "the tokens of an image read one another in this model, later ones too, which an exact window"
-                f" ({profile.window}) has no place for; serve a profile without a window, or the model's text alone"
-            )
+        if reads_images_both_ways(model_config):
+            refuse_of_images(arguments, profile.window)
         state.checked_digest = profile.digest
         if loaded.request.uniform is None:
             logger.info("kvtuner: serving %s", loaded.request.profile)

@@ -83,14 +83,16 @@ class FlashPrefill:
         generator = torch.Generator().manual_seed(0)
         for keys, values in layers:
             device = keys.rows.device
-            most = max(1, min(len(keys.rows) - 1, sum(past for _, past in _TESTED)))
+            group = keys.format.token_group
+            most = min(len(keys.rows) - 1, sum(past for _, past in _TESTED) + group - 1) // group * group or group
+            stored_at = torch.arange(most, device=device)  # whole groups of keys per channel
             slots = torch.arange(sum(past for _, past in _TESTED), device=device) % most
 
             def states(count: int, heads: int, channels: int, device: torch.device = device) -> Tensor:
                 return torch.randn(count, heads, channels, generator=generator).to(device, dtype)
 
             self._attention.store(
-                keys, values, slots[:most], states(most, *keys.shape[1:]), states(most, *values.shape[1:])
+                keys, values, stored_at, states(most, *keys.shape[1:]), states(most, *values.shape[1:])
             )
             tokens, prefix = (
                 torch.tensor([0, *(sum(lengths[:end]) for end in range(1, len(lengths) + 1))], device=device)
@@ -112,7 +114,7 @@ class FlashPrefill:
                     f" this, and serve with {PREFILL_VARIABLE}=triton"
                 )
             for stored in (keys, values):
-                stored.rows[slots] = torch.zeros_like(stored.rows[slots])
+                stored.rows[stored_at] = torch.zeros_like(stored.rows[stored_at])
 
 
 def chosen_prefill() -> str | None:

@@ -12,6 +12,8 @@ from kvtuner.errors import ServingError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from kvtuner.precision import ExactWindow
+
 
 @dataclass(frozen=True, slots=True)
 class OptionRule:
@@ -215,6 +217,9 @@ PER_CHANNEL_RULES: Final = (
 )
 """Rules beside keys per channel."""
 
+IMAGE_RULES: Final = (OptionRule("enable_mixed_chunk", OFF, "SGLang makes no mask of a chunk beside decoding"),)
+"""Rules of models whose images are read both ways."""
+
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
 
@@ -275,6 +280,16 @@ def refuse_flags(
 def refuse_beside_other_layers(arguments: Any, others: str) -> None:
     """Refuse an option that a model does not work with that has `others` beside packed layers."""
     _refuse_options(arguments, OTHER_LAYER_RULES, f"a packed KV pool beside {others}")
+
+
+def refuse_of_images(arguments: Any, window: ExactWindow) -> None:
+    """Refuse what images do not work with whose tokens read one another, also later ones."""
+    if window.num_tokens:
+        raise ServingError(
+            f"the tokens of an image read one another in this model, later ones too, which an exact window ({window})"
+            " has no place for; serve a profile without a window, or the model's text alone"
+        )
+    _refuse_options(arguments, IMAGE_RULES, "images whose tokens read one another")
 
 
 def refuse_of_latents(arguments: Any, *, hicache_only: bool) -> None:

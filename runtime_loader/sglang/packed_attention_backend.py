@@ -16,6 +16,7 @@ from kvtuner.runtime_loader.sglang.compat.attention import (
     check_readers,
     check_windows,
     first_attention_layer,
+    let_text_run_beside_images,
     read_absorbed,
     refuse_unserved,
 )
@@ -69,6 +70,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._shared = SharedChunks({layer_id: number for layer_id, number in readers if layer_id in self._packed})
         self._first_layer = first_attention_layer(runner.model)
         self._reads_images_both_ways = reads_images_both_ways(runner.model_config)
+        if self._reads_images_both_ways:
+            let_text_run_beside_images()
         with refusing():
             self.attention.prepare(self._layers, self.num_head, runner.req_to_token_pool.size)
         self._flash = self._flash_prefill()
@@ -198,15 +201,17 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         k_descale: float, v_descale: float, sm_scale: float, *, logit_cap: float = 0.0, **arguments: Any,
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
-        if not (isinstance(keys, PackedRows) and isinstance(values, PackedRows)):
-            super()._forward_extend_kernel(
-                layer, q, k, v, o, keys, values, qo_indptr, kv_indptr, kv_indices, custom_mask, is_causal, mask_indptr,
-                max_len_extend, k_descale, v_descale, sm_scale, logit_cap=logit_cap, **arguments,
-            )  # fmt: skip
-            return
         mask = None
         if custom_mask is not None and mask_indptr is not None and (self._verifies or self._reads_images_both_ways):
             mask = ChunkMask(custom_mask, mask_indptr)
+        # A kernel that is told that new tokens are causal reads none behind its block of queries, whatever a mask says.
+        host_is_causal = is_causal and (mask is None or self._verifies)
+        if not (isinstance(keys, PackedRows) and isinstance(values, PackedRows)):
+            super()._forward_extend_kernel(
+                layer, q, k, v, o, keys, values, qo_indptr, kv_indptr, kv_indices, custom_mask, host_is_causal,
+                mask_indptr, max_len_extend, k_descale, v_descale, sm_scale, logit_cap=logit_cap, **arguments,
+            )  # fmt: skip
+            return
         refuse_unserved({**arguments, "custom_mask": None if mask else custom_mask, "is_causal": is_causal})
         k, v = self.pool.new_states(k, v)
         if not self._is_reader:
@@ -240,7 +245,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             # SGLang's own kernel attends over the prefix that was read back for it, in order, from slot 0 on.
             super()._forward_extend_kernel(
                 layer, q, k.to(q.dtype), v.to(q.dtype), o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
-                is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
+                host_is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
                 **{**arguments, "page_size": 1, "identity_kv_indices": True},
             )  # fmt: skip
         elif not is_done:

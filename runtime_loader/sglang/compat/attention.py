@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.layers.attention import attention_registry
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TritonAttnBackend", "check_attention_layers", "check_readers", "check_windows", "first_attention_layer",
-    "on_triton_backend", "read_absorbed", "refuse_unserved",
+    "let_text_run_beside_images", "on_triton_backend", "read_absorbed", "refuse_unserved",
 ]  # fmt: skip
 
 logger: Final = logging.getLogger("kvtuner")
 
 _BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _KERNELS = "sglang.kernels.ops.attention"
+_MASKS: Final = "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.prepare_attn_masks"
+_NO_IMAGES: Final = SimpleNamespace(mm_items=())
 _DISPATCH: Final = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"
 
 # What the backend passes by position.
@@ -149,6 +152,20 @@ def read_absorbed(model: Module, channels: tuple[int, int]) -> None:
             )
         module.k_scale = module.v_scale = None  # scales of 1, by which it would store a copy
     process_state().hook_once("absorbed", lambda: install(_DISPATCH, absorbed, AROUND, "forward_batch"))
+
+
+def let_text_run_beside_images() -> None:
+    """Let SGLang make masks of a batch that has requests without an image too: its code for Gemma 3 raises there."""
+
+    def beside_text(original: Callable[..., Any], self: Any, forward_batch: Any, *rest: Any, **options: Any) -> Any:
+        inputs = forward_batch.mm_inputs
+        forward_batch.mm_inputs = [_NO_IMAGES if each is None else each for each in inputs]
+        try:
+            return original(self, forward_batch, *rest, **options)
+        finally:
+            forward_batch.mm_inputs = inputs
+
+    process_state().hook_once("masks", lambda: install(_MASKS, beside_text, AROUND, "forward_batch"))
 
 
 def check_windows(runner: Any, windows: Mapping[int, int]) -> None:

@@ -80,6 +80,10 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         and attention != AttentionArch.MLA,
         f"{name} has latents (MLA) beside layers that keep a state, which was never tried": has_latents
         and any(layer.kind.name != "latent" for layer in geometry.layers),
+        f"{name} is read from GGUF, where keys of some models have another order of channels": str(
+            model_config.quantization
+        )
+        == "gguf",
         f"{name} generates no text": not model_config.is_generation,
     }
     for reason, is_true in reasons.items():

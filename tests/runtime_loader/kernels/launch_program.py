@@ -70,8 +70,10 @@ def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa
         return torch.zeros(tokens, num_heads, head_dim, dtype=DTYPE)
 
     is_per_channel = keys.format.token_group > 1
-    if is_per_channel:
+    if is_per_channel:  # as pools do, and their self-tests
         attention.store_side(values, slots, states(len(slots), heads))
+        whole = torch.arange(keys.format.token_group)
+        attention.store(keys, values, whole, states(len(whole), heads), states(len(whole), heads))
     else:
         attention.store(keys, values, slots, states(len(slots), heads), states(len(slots), heads))
     ring = ExactRing(

@@ -15,9 +15,11 @@ pytest.importorskip("sglang")
 from sglang.kernels.ops.attention import flash_attention as sglang_flash
 
 from kvtuner.errors import ServingError
+from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.sglang.compat.flash import called_by_place, check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -158,6 +160,17 @@ def test_the_self_test_finds_a_mask_that_is_aligned_otherwise(
     else:
         prefill.check(layers, HEADS * GQA, torch.float16)
         assert not any(side.rows.any() for layer in layers for side in layer)
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_the_self_test_stores_keys_per_channel_by_whole_groups(group: int, attention: TritonAttention) -> None:
+    def empty(spec: QuantSpec) -> PackedRows:
+        return PackedRows.zeros(RowFormat(HEADS, DIM, spec), 128, torch.float16, "cpu")
+
+    keys, values = empty(QuantSpec(4, token_group=group)), empty(QuantSpec(2))
+    FlashPrefill(called_by_place(StandIn()), attention).check([(keys, values)], HEADS * GQA, torch.float16)
+    with pytest.raises(ServingError, match=f"{PREFILL_VARIABLE}=triton"):
+        FlashPrefill(called_by_place(StandIn(shift=1)), attention).check([(keys, values)], HEADS * GQA, torch.float16)
 
 
 def test_it_is_taken_on_hopper_alone_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import urllib.error
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 from served_layers.two_kinds import TRITON
-from tiny.image_models import KINDS
+from tiny.image_models import KINDS, LONG_IMAGES
 from tiny.served_images import SERVED, Picture, save_image_model
 from transformers import AutoConfig
 
@@ -20,11 +21,12 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from fixture_types import Json, MakeTokenizer, ProfileOf, SaveProfile, Serve
     from sglang_server import Server
+    from tiny.image_models import ImageKind
 
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -42,6 +44,8 @@ APART = ("Qwen3_5",)
 """The kinds whose prefixes SGLang shares by less than every token, since it keeps states."""
 VARIABLES: Mapping[str, dict[str, str]] = {"Qwen3_5": {"SGLANG_MAMBA_CONV_DTYPE": "float32"}}
 """SGLang keeps inputs of convolutions in bfloat16 by default."""
+ALONE = ("Gemma3",)
+"""The kinds for which SGLang's own code ends where a text has no image and another of the batch has one."""
 COUNTS_FROM_ONE = ("Gemma3",)
 """The kinds whose positions SGLang counts from 1, which no prediction tells, but the codes of rotated keys."""
 
@@ -90,49 +94,78 @@ def log_probs(
     return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.full) for kind in SERVED]
-)
-def test_pictures_are_answered_as_by_the_transformers_host(
-    kind: str, make_tokenizer: MakeTokenizer, profile_of: ProfileOf, save_profile: SaveProfile, serve: Serve,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    folder = tmp_path / kind
-    processor = save_image_model(kind, make_tokenizer(), folder)
-    config = AutoConfig.from_pretrained(folder)
-    profile: Profile = profile_of(config, LAYERS[: num_full_layers(config)], by_kinds=True)
+@dataclass(frozen=True)
+class Served:
+    """A model that reads images, and what a server of a profile answered about pictures, one after the other."""
+
+    kind: str
+    folder: Path
+    processor: Any
+    profile: Profile
+    answers: list[Json]
+    cached: list[int]
+
+
+@pytest.fixture
+def served_with_images(
+    make_tokenizer: MakeTokenizer, profile_of: ProfileOf, save_profile: SaveProfile, serve: Serve, tmp_path: Path
+) -> Callable[..., Served]:
+    """`served_with_images(kind, fields=None, **variables)`: pictures that a server answered, also hits of them."""
+
+    def run(kind: str, fields: ImageKind | None = None, **variables: str) -> Served:
+        folder = tmp_path / kind
+        processor = save_image_model(kind, make_tokenizer(), folder, fields)
+        config = AutoConfig.from_pretrained(folder)
+        profile: Profile = profile_of(config, LAYERS[: num_full_layers(config)], by_kinds=True)
+        flags = ("--kvtuner-profile", str(save_profile(profile)), "--skip-server-warmup", *TRITON)
+        with serve(folder, *flags, *FLAGS.get(kind, ()), **VARIABLES.get(kind, {}), **variables) as server:
+            answers = []
+            for picture in PICTURES:
+                flush(server, kind)
+                answers.append(ask(server, kind, picture, config.text_config.vocab_size))
+            flush(server, kind)
+            pictures = (*PICTURES[:2], PICTURES[0])
+            cached = [ask(server, kind, each, 1)["meta_info"]["cached_tokens"] for each in pictures]
+            if kind in ALONE:
+                assert_text_runs_beside(server, kind, answers[0])
+            assert "self-test passed" in server.log
+        return Served(kind, folder, processor, profile, answers, cached)
+
+    return run
+
+
+def assert_text_runs_beside(server: Server, kind: str, alone: Json) -> None:
+    """Assert that a batch of a text and a picture answers the picture as it is answered alone."""
+    flush(server, kind)
+    request = PICTURES[0].request(kind)
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {"text": ["the fox", request["text"]], "image_data": [None, request["image_data"]]}
+    text, picture = server.post("/generate", {**body, "sampling_params": sampling})
+    assert len(text["output_ids"]) == TOKENS
+    assert picture["output_ids"] == alone["output_ids"]
+    server.flush()
+
+
+def assert_agrees(served: Served) -> None:
+    """Assert that answers are those of the transformers host with the profile, by the design's agreement."""
+    kind, folder, profile = served.kind, served.folder, served.profile
     model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     vocab_size = model.config.text_config.vocab_size
-    flags = ("--kvtuner-profile", str(save_profile(profile)), "--skip-server-warmup", *TRITON, *FLAGS.get(kind, ()))
-    with serve(folder, *flags, **VARIABLES.get(kind, {})) as server:
-        answers = []
-        for picture in PICTURES:
-            flush(server, kind)
-            answers.append(ask(server, kind, picture, vocab_size))
-        flush(server, kind)
-        cached = [ask(server, kind, each, 1)["meta_info"]["cached_tokens"] for each in (*PICTURES[:2], PICTURES[0])]
-        assert "self-test passed" in server.log
     found, wanted, exact = [], [], []
     first = 1 if kind in COUNTS_FROM_ONE else None
-    for picture, answer in zip(PICTURES, answers, strict=True):
-        inputs = picture.inputs(kind, processor)
+    for picture, answer in zip(PICTURES, served.answers, strict=True):
+        inputs = picture.inputs(kind, served.processor)
         assert answer["meta_info"]["prompt_tokens"] == inputs["input_ids"].shape[1]
-        served = torch.full((TOKENS, vocab_size), torch.nan, dtype=torch.float64)
+        predicted = torch.full((TOKENS, vocab_size), torch.nan, dtype=torch.float64)
         for position, top in enumerate(answer["meta_info"]["output_top_logprobs"]):
-            served[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
-        found.append(served)
+            predicted[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
+        found.append(predicted)
         cache = KVTunerCache.from_profile(profile, model.config)
         wanted.append(log_probs(model, cache, inputs, answer["output_ids"], first))
         exact.append(log_probs(model, None, inputs, answer["output_ids"], first))
     # Another picture in the same text is another prefix.
     assert (found[0][0] - found[1][0]).abs().max() > 0.01
-    inputs = PICTURES[0].inputs(kind, processor)
-    feature = processor.tokenizer.convert_tokens_to_ids(KINDS[kind].tokens[0])
-    of_image = int((inputs["input_ids"][0] == feature).int().argmax())
-    assert cached[0] == 0
-    assert cached[1] <= of_image
-    assert kind in APART or 0 < cached[1] <= of_image < cached[2]
     p, q, unquantized = torch.cat(wanted), torch.cat(found), torch.cat(exact)
     own = (unquantized.exp() * (unquantized - p)).sum(-1).mean().item()
     divergence = (p.exp() * (p - q)).sum(-1).mean().item()
@@ -140,3 +173,25 @@ def test_pictures_are_answered_as_by_the_transformers_host(
     # As the design defines agreement, but for the share of equal tokens: there are 72.
     assert divergence <= 0.02 * own + 1e-6
     assert (p.argmax(-1) == q.argmax(-1)).double().mean() >= 0.98
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.full) for kind in SERVED]
+)
+def test_pictures_are_answered_as_by_the_transformers_host(
+    kind: str, served_with_images: Callable[..., Served]
+) -> None:
+    served = served_with_images(kind)
+    assert_agrees(served)
+    inputs = PICTURES[0].inputs(kind, served.processor)
+    feature = served.processor.tokenizer.convert_tokens_to_ids(KINDS[kind].tokens[0])
+    of_image = int((inputs["input_ids"][0] == feature).int().argmax())
+    cached = served.cached
+    assert cached[0] == 0
+    assert cached[1] <= of_image
+    assert kind in APART or 0 < cached[1] <= of_image < cached[2]
+
+
+@pytest.mark.full
+def test_images_longer_than_a_block_of_queries_are_read_both_ways(served_with_images: Callable[..., Served]) -> None:
+    assert_agrees(served_with_images("Gemma3", LONG_IMAGES, KVTUNER_ATTENTION="triton"))
