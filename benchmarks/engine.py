@@ -9,7 +9,7 @@ asked for count, padding does not. *Mixed* requests have prompts and answers fro
 
 Goals: with 16 mixed requests at once 3 times transformers; at least SGLang's throughput; a profile of 4 bits no slower
 than unquantized rows at 1,000 tokens of context and faster at 8,000; hits cut the time to the first token in
-proportion; the engine's own part under 5 % of a step of the demo model, and near linear to 256 requests.
+proportion; the scheduler's own part under 5 % of a step of the demo model, and near linear to 256 requests.
 """
 
 from __future__ import annotations

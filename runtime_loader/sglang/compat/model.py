@@ -72,6 +72,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     """
     name = model_config.hf_config.architectures[0]
     attention = model_config.attention_arch
+    is_gguf = model_config.quantization == "gguf"
     has_latents = any(layer.kind.name == "latent" for layer in geometry.layers)
     reasons = {
         f"{name} has {attention.name} attention, which SGLang keeps in another pool": not has_latents
@@ -80,10 +81,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         and attention != AttentionArch.MLA,
         f"{name} has latents (MLA) beside layers that keep a state, which was never tried": has_latents
         and any(layer.kind.name != "latent" for layer in geometry.layers),
-        f"{name} is read from GGUF, where keys of some models have another order of channels": str(
-            model_config.quantization
-        )
-        == "gguf",
+        f"{name} is read from GGUF, where some models' keys have another order of channels": is_gguf,
         f"{name} generates no text": not model_config.is_generation,
     }
     for reason, is_true in reasons.items():

@@ -179,7 +179,7 @@ def test_every_pair_and_head_dim_has_a_launch_row_on_every_architecture() -> Non
 
 def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
     def side(bits: int, head_dim: int = 128, groups: int = 1, heads: int = 8) -> Any:
-        return SimpleNamespace(bits=bits, head_dim=head_dim, groups=groups, num_heads=heads)
+        return SimpleNamespace(bits=bits, head_dim=head_dim, groups=groups, num_heads=heads, token_group=1)
 
     hopper = Device("sm_90", 132)
     assert hopper.launch(side(4), side(2), 4).asm

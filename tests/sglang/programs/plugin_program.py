@@ -184,14 +184,15 @@ def check_that_models_that_generate_no_text_or_read_more_are_refused() -> None:
     from kvtuner.runtime_loader.sglang.compat import model
 
     model.mambaish_config = lambda _: None  # type: ignore[assignment]
-    plain = {"is_hybrid_swa": False, "is_multimodal": False, "is_generation": True}
+    plain = {"is_hybrid_swa": False, "is_multimodal": False, "is_generation": True, "quantization": None}
     geometry = SimpleNamespace(layers=[], readers=())
     shape = {"hf_config": SimpleNamespace(architectures=["X"], model_type="x"), "attention_arch": AttentionArch.MHA}
     shape |= {"swa_attention_layer_ids": [0], "context_len": 64}
     model.refuse_other_pools(SimpleNamespace(**shape, **plain), geometry)
-    for name, value in plain.items():
+    others = {"is_hybrid_swa": True, "is_multimodal": True, "is_generation": False, "quantization": "gguf"}
+    for name, value in others.items():
         try:
-            model.refuse_other_pools(SimpleNamespace(**shape, **{**plain, name: not value}), geometry)
+            model.refuse_other_pools(SimpleNamespace(**shape, **{**plain, name: value}), geometry)
         except UnsupportedModelError as error:
             assert "X" in str(error)
         else:
