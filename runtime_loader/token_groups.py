@@ -6,6 +6,7 @@ position on: pages are whole groups. Its tokens have exact copies until it is fu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import NewKeys, PackedRows
 
 
-class GroupsOnHost:
+class GroupsOnHost(ABC):
     """An attention whose tensors the host reads, so that it knows which groups are full."""
 
+    @abstractmethod
     def store_side(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
         """See `PackedAttention.store_side`."""
-        raise NotImplementedError
 
     def store_groups(
         self, keys: PackedRows, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None = None

@@ -45,12 +45,14 @@ With one warp a group's minimum and maximum stay inside it: a quarter of the ins
 LOG2_E: Final = math.log2(math.e)
 
 
-def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def store(
+    keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor, *, only_keys: bool = False
+) -> None:  # fmt: skip
     """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
     if not len(k):
         return
     facts = store_facts(keys, values)
-    store_rows[(triton.cdiv(len(k), facts["TOKENS"]), keys.num_heads, 2)](
+    store_rows[(triton.cdiv(len(k), facts["TOKENS"]), keys.num_heads, 1 if only_keys else 2)](
         k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
         v, v.stride(0), v.stride(1), values.rows, slots, len(k), **facts, **EXACT,
     )  # fmt: skip
@@ -58,13 +60,7 @@ def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Ten
 
 def store_one(side: KernelSide, slots: Tensor, states: Tensor) -> None:
     """Write the keys or the values alone as `store` does, each token by itself."""
-    if not len(states):
-        return
-    facts = store_facts(side, side)
-    store_rows[(triton.cdiv(len(states), facts["TOKENS"]), side.num_heads, 1)](
-        states, states.stride(0), states.stride(1), side.rows, side.mu, side.inverse,
-        states, states.stride(0), states.stride(1), side.rows, slots, len(states), **facts, **EXACT,
-    )  # fmt: skip
+    store(side, side, slots, states, states, only_keys=True)
 
 
 def store_groups_of(keys: KernelSide, ring: ExactRing, new: NewTokens, slots: Tensor, chunk: NewKeys | None) -> None:
