@@ -55,11 +55,12 @@ from kvtuner.precision import (
     num_slots,
 )
 from kvtuner.report.table import Table
-from kvtuner.runtime_loader.kernels import decode, launch, read_rows, store_rows
+from kvtuner.runtime_loader.kernels import decode, launch, read_rows
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.latents.decode_latents import decode_latents
 from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_facts, latent_launch
-from kvtuner.runtime_loader.kernels.launch_settings import WIDE, DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.launch_settings import EXACT, WIDE, DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.storing import launch_store, store_rows
 from kvtuner.runtime_loader.row_format import RowFormat
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
@@ -230,7 +231,7 @@ def latent_kernels(args: argparse.Namespace) -> list[Count]:
         group_size = max(128, LATENT_CHANNELS // num_slots(bits))
         shape = HeadShape("", 1, args.gqa, LATENT_CHANNELS, group_size)
         latents, settings = side_of(shape, bits), latent_launch(f"sm_{arch}", bits)
-        facts = {**latent_facts(latents, rotary, args.gqa, settings), "CAPPED": False, "BIASED": False}
+        facts = {**latent_facts(latents, rotary, args.gqa, settings), **PLAIN}
         kernel = compiled(decode_latents, facts, arch, **settings.options)
         keys_and_values = HeadShape("", 1, args.gqa, 128)
         side = side_of(keys_and_values, bits)
@@ -254,7 +255,7 @@ def rows_kernels(arch: int, heads: HeadShape) -> list[Count]:
     native = side_of(heads, NATIVE_BITS)
 
     def code_of(function: Any, facts: dict[str, Any]) -> str:
-        return disassembled(compiled(function, facts, arch, **launch.EXACT))
+        return disassembled(compiled(function, facts, arch, **EXACT))
 
     kinds = ("none", "centered", "hadamard", ALL_TRANSFORMS)
     for bits, kind, fit in itertools.product((8, 4, 3, 2), kinds, FITS):
@@ -262,17 +263,17 @@ def rows_kernels(arch: int, heads: HeadShape) -> list[Count]:
         row_bytes = row_format(heads, bits, kind).row_bytes(torch.bfloat16)
         limit = H200_LANES_PER_S * (row_bytes / (heads.num_kv_heads * heads.head_dim) + 2) / H200_BYTES_PER_S
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
-        stored = launch.store_facts(side, native)
-        other = code_of(store_rows.store_rows, {**launch.store_facts(native, native), "TOKENS": stored["TOKENS"]})
+        stored = launch_store.store_facts(side, native)
+        other = code_of(store_rows.store_rows, {**launch_store.store_facts(native, native), "TOKENS": stored["TOKENS"]})
         for function, facts, subtracted, tokens in (
             (store_rows.store_rows, stored, other, stored["TOKENS"]),
-            (read_rows.read_side, launch.read_facts(side), "", launch.READ_TOKENS),
+            (read_rows.read_side, launch.read_facts(side), "", launch.read_facts(side)["TOKENS"]),
         ):
             if fit != "minmax" and (function is read_rows.read_side or bits == 8):
                 continue  # the same kernel
             code = code_of(function, facts)
             count = len(INSTRUCTION.findall(code)) - len(INSTRUCTION.findall(subtracted))
-            lanes = lanes_per_element(count, launch.EXACT["num_warps"], tokens * heads.head_dim, 1)
+            lanes = lanes_per_element(count, EXACT["num_warps"], tokens * heads.head_dim, 1)
             rows.append({
                 "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind, "fit": fit,
                 "group_size": heads.group_size or heads.head_dim, "word_bits": heads.word_bits,

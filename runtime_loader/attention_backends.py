@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -21,7 +22,7 @@ from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
     from kvtuner.runtime_loader.host_tier.transfer import Layers, MakeMover, PageMover, Timed
@@ -83,11 +84,13 @@ def latent_backend(device: torch.device, name: str | None = None) -> AttentionBa
     rows = [row for row in _BACKENDS.values() if row.make_of_latents is not None]
     chosen = [row for row in rows if device.type in row.devices and name in (None, row.name)]
     if not chosen:
-        asked = f"{BACKEND_VARIABLE}={name} does not read" if name else "there are no kernels for"
+        asked = f"{BACKEND_VARIABLE}={name} does not read" if name else "nothing reads"
+        known = " and ".join(f"{row.name} on {' and '.join(row.devices)}" for row in rows)
         raise ServingError(
-            f"{asked} latents (MLA) on {device}: {' and '.join(row.name for row in rows)} reads them, on a processor"
-            f" (examples/sglang_on_cpu); {f'unset {BACKEND_VARIABLE}' if name else 'serve without a profile'}"
+            f"{asked} latents (MLA) on {device}, only {known};"
+            f" {f'unset {BACKEND_VARIABLE}' if name else 'serve without a profile'}"
         )
+    chosen[0].require()
     return chosen[0]
 
 
@@ -116,11 +119,23 @@ def _say_once(line: str) -> None:
 
 
 def _triton_attention(device: torch.device) -> PackedAttention:
-    try:
+    with _triton_installed():
         from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+    return TritonAttention(device)
+
+
+def _triton_latents(device: torch.device) -> PackedAttention:
+    with _triton_installed():
+        from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
+    return TritonLatentAttention(device)
+
+
+@contextmanager
+def _triton_installed() -> Iterator[None]:
+    try:
+        yield
     except ImportError as error:
         raise ServingError(f"the kernels need Triton 3.6 or newer: {error}; install it") from error
-    return TritonAttention(device)
 
 
 def _triton_mover(layers: Layers, pages: HostPages, timed: Timed) -> PageMover:
@@ -166,5 +181,6 @@ register_backend(
         default_on=("cuda",),
         require=_refuse_amd,
         make_mover=_triton_mover,
+        make_of_latents=_triton_latents,
     )
 )

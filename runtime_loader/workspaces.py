@@ -31,6 +31,7 @@ class AttentionShape:
     Attributes:
         num_heads: The query heads of the rank.
         num_kv_heads: The KV heads of the rank.
+        v_head_dim: The channels of a head's output, which of latents (MLA) are a latent's.
         chunk_tokens: The most new tokens of a forward.
         graph_requests: The requests of the largest CUDA graph of decoding, 0 without graphs.
         context_length: The tokens that a request may have.
@@ -55,10 +56,10 @@ class AttentionShape:
         heads, kv_heads = (
             max(1, -(-count // tp_size)) for count in (geometry.num_attention_heads, geometry.num_kv_heads)
         )
+        outputs = geometry.head_dim if geometry.is_latent else geometry.v_head_dim
         return cls(
-            heads, kv_heads, geometry.head_dim, geometry.v_head_dim, chunk_tokens, graph_requests, context_length,
-            has_window,
-        )  # fmt: skip
+            heads, kv_heads, geometry.head_dim, outputs, chunk_tokens, graph_requests, context_length, has_window
+        )
 
 
 def attention_bytes(shape: AttentionShape) -> int:

@@ -136,7 +136,7 @@ def _search(name: str, config: Any, tests: dict[str, str]) -> str:
 
 def _triton(config: Any) -> str:
     is_latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None)
-    return "refused: no kernels for latents" if is_latent else "kernels by rows; on an H200 without a server"
+    return "kernels of latents; on no GPU" if is_latent else "kernels by rows; on an H200 without a server"
 
 
 def _served(name: str, config: Any, model_class: str | tuple[str, ...] | None) -> str:

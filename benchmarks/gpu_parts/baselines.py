@@ -16,7 +16,7 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.extend_and_merge import merge_splits
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch_settings import WIDE, DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.launch_settings import LOG2_E, WIDE, DecodeLaunch, Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ def by_dequantizing(
     def run(q: Tensor, indptr: Tensor, slots: Tensor) -> Tensor:
         dequantize_then_dot.decode_split[(shape.num_kv_heads, splits, num_requests)](
             q, q.stride(0), q.stride(1), sides[0].rows, sides[0].words, sides[1].rows, sides[1].words, indptr, slots,
-            partial, lse, shape.head_dim**-0.5 * launch.LOG2_E, splits, **facts, num_warps=SGLANG_LAUNCH.warps,
+            partial, lse, shape.head_dim**-0.5 * LOG2_E, splits, **facts, num_warps=SGLANG_LAUNCH.warps,
             num_stages=SGLANG_LAUNCH.stages,
         )  # fmt: skip
         merge_splits[(num_requests, shape.num_heads)](

@@ -218,10 +218,10 @@ def _decode_error(case: Case, machine: Machine, attention: TritonAttention, laye
     elif case.num_splits is None:
         output = attention.decode(q, *layer, indptr, slots, scores)
     else:
-        sides = KernelSide.of(layer[0]), KernelSide.of(layer[1])
-        settings = Device.of(machine.device).launch(*sides, shape.gqa)
+        sides = launch.LayerSides(KernelSide.of(layer[0]), KernelSide.of(layer[1]))
+        settings = Device.of(machine.device).launch(sides.keys, sides.values, shape.gqa)
         scratch, output = Scratch(1 << 22, machine.device), torch.empty_like(q)
-        launch.decode(q, *sides, indptr, slots, scores, settings, case.num_splits, scratch, output)
+        launch.decode(q, sides, indptr, slots, scores, settings, case.num_splits, scratch, output)
     return error_of(output, exact(q, *layer, slots, case.lengths, scores))
 
 

@@ -278,10 +278,10 @@ def _sweep(machine: Machine, pair: PrecisionPair, shape: HeadShape, num_requests
     batch = batch_of(machine, num_requests, length, num_tokens * times, times)
     q = states(machine, num_requests, shape.num_heads, shape.head_dim, 3)
     scratch, out, scores = Scratch(64 << 20, machine.device), torch.empty_like(q), ScoreScaling(shape.head_dim**-0.5)
-    sides = KernelSide.of(keys), KernelSide.of(values)
+    layer = launch.LayerSides(KernelSide.of(keys), KernelSide.of(values))
 
     def run(settings: DecodeLaunch, splits: int, slots: Tensor) -> None:
-        launch.decode(q, *sides, batch.indptr, slots, scores, settings, splits, scratch.restart(), out)
+        launch.decode(q, layer, batch.indptr, slots, scores, settings, splits, scratch.restart(), out)
 
     programs = [count * Device.of(machine.device).processors for count in (1, 4, 8, 16, 32)]
     joins = shape.num_kv_heads % JOINED == 0 and shape.gqa * JOINED <= NARROW

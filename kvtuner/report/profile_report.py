@@ -189,7 +189,6 @@ def _article(shown: EvaluatedProfile) -> dict[str, Any]:
         "tables": tables,
         "picture": drawn(partial(kl_by_bits, KlPicture(points, {"first": "this profile"}))) if points else None,
         "evaluations": [evaluation_part(evaluation, profile) for evaluation in shown.evaluations],
-        "has_latents": any(layer.kind.name == "latent" for layer in _uneven_layers(profile)),
         "has_relative_path": shown.has_relative_path,
         "command": serve_command(profile.model, shown.reference, *page_flags(profile)),
         "model_folder": MODEL_FOLDER if asks_for_folder(profile.model) else None,

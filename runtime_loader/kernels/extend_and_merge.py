@@ -26,12 +26,22 @@ def load_queries(q_ptr, q_stride_t, q_stride_h, queries, heads, mask_pairs, DIM:
 
 
 @triton.jit
-def add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED: tl.constexpr):
+def rotary_products(rotary_q, rotary_ptrs, mask, TILE: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """The products [TILE, TOKENS] with rotary channels [ROTARY_PADDED, TOKENS] beside keys; zeros without any."""
+    products = tl.zeros([TILE, mask.shape[1]], tl.float32)  # [TILE, TOKENS]
+    if ROTARY_DIM > 0:
+        rotary = tl.load(rotary_ptrs, mask=mask, other=0.0)  # [ROTARY_PADDED, TOKENS]
+        products = tl.dot(rotary_q, rotary.to(rotary_q.dtype), products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def add_block(q, keys, values, products, read, acc, top, total, scale, cap, CAPPED: tl.constexpr):
     """Sums, maxima and totals of an online softmax with a block of keys [K_PADDED, TOKENS] and values of model space.
 
-    `read` [TILE, TOKENS] says which of them queries read.
+    `products` [TILE, TOKENS] are those with what lies beside keys; `read`, likewise, says which tokens queries read.
     """
-    scores = tl.dot(q, keys.to(q.dtype), input_precision="ieee") * scale  # [TILE, TOKENS]
+    scores = tl.dot(q, keys.to(q.dtype), products, input_precision="ieee") * scale  # [TILE, TOKENS]
     if CAPPED:
         scores = softcap(scores, cap)
     scores = tl.where(read, scores, float("-inf"))
@@ -58,17 +68,19 @@ def store_part(
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def attend_fresh(
-    q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h, v_ptr, v_stride_t, v_stride_h, q_indptr_ptr,
-    indptr_ptr, mask_ptr, mask_starts_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
+    q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h, v_ptr, v_stride_t, v_stride_h, rotary_ptr,
+    rotary_stride_t, q_indptr_ptr, indptr_ptr, mask_ptr, mask_starts_ptr, partial_ptr, lse_ptr, scale, cap, num_splits,
+    num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    K_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, CAPPED: tl.constexpr,
-    RESIDUAL: tl.constexpr, SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, PART: tl.constexpr, READS: tl.constexpr,
+    K_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, ROTARY_PADDED: tl.constexpr, CAPPED: tl.constexpr, RESIDUAL: tl.constexpr,
+    SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, PART: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one request's new tokens over one another, as part PART beside `decode_split`'s.
 
     READS is "all", causally, or what queries read of tokens as they are given: those "inside" of their exact window,
     or "outside", or those that a "masked" chunk's bytes are not 0 for. Queries, keys, values and partial outputs are
-    those of model space.
+    those of model space. Latents are keys and values, and have ROTARY_DIM channels beside them, as queries do.
     """
     # Queries, heads and their mask are [TILE].
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
@@ -80,8 +92,12 @@ def attend_fresh(
     last = tl.load(q_indptr_ptr + request + 1).to(tl.int64)
     length, query_positions = positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, True)
     q = load_queries(q_ptr, q_stride_t, q_stride_h, queries, heads, mask_pairs, K_DIM, K_PADDED)  # [TILE, K_PADDED]
+    rotary_q = load_queries(
+        q_ptr + K_DIM, q_stride_t, q_stride_h, queries, heads, mask_pairs, ROTARY_DIM, ROTARY_PADDED
+    )  # [TILE, ROTARY_PADDED]
     k_channel = tl.arange(0, K_PADDED)  # [K_PADDED]
     v_channel = tl.arange(0, V_PADDED)  # [V_PADDED]
+    rotary_channel = tl.arange(0, ROTARY_PADDED)  # [ROTARY_PADDED]
     mask_k = k_channel < K_DIM  # [K_PADDED]
     mask_v = v_channel < V_DIM  # [V_PADDED]
     acc = tl.zeros([TILE, V_PADDED], tl.float32)  # [TILE, V_PADDED]
@@ -101,6 +117,10 @@ def attend_fresh(
             v_ptr + tokens[:, None] * v_stride_t + kv_head * v_stride_h + v_channel[None, :],
             mask=mask_tokens[:, None] & mask_v[None, :], other=0.0,
         )  # fmt: skip  # [TOKENS, V_PADDED]
+        products = rotary_products(
+            rotary_q, rotary_ptr + tokens[None, :] * rotary_stride_t + rotary_channel[:, None],
+            mask_tokens[None, :] & (rotary_channel < ROTARY_DIM)[:, None], TILE, ROTARY_DIM,
+        )  # fmt: skip  # [TILE, TOKENS]
         read = tokens[None, :] <= queries[:, None]  # [TILE, TOKENS]
         if READS == "masked":
             row = (queries - first)[:, None] * (length + last - first) + length  # [TILE, 1]
@@ -111,7 +131,7 @@ def attend_fresh(
             positions = length + (tokens - first).to(tl.int32)  # [TOKENS]
             inside = is_in_window(query_positions[:, None], positions[None, :], RESIDUAL, SINKS)  # [TILE, TOKENS]
             read = read & (inside if READS == "inside" else ~inside)
-        acc, top, total = add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED)
+        acc, top, total = add_block(q, keys, values, products, read, acc, top, total, scale, cap, CAPPED)
     store_part(
         partial_ptr, lse_ptr, queries * (HEADS * GQA) + heads, num_splits, acc, top, total, mask_pairs,
         EXACT_PARTS, PART, V_DIM, V_PADDED,

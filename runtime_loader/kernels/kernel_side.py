@@ -11,7 +11,7 @@ import triton
 from kvtuner.errors import PrecisionError
 from kvtuner.precision import FITTED_BITS, NATIVE_BITS, WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
 from kvtuner.quant import IDENTITY
-from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS, LANES, spread_of
+from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS, lanes_of, spread_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,7 @@ class KernelSide:
     def stored_lanes(self) -> int:
         """The lanes that share a token where it is stored."""
         if self.head_dim == self.padded or self.bits == NATIVE_BITS:
-            return int(LANES.value)
+            return int(lanes_of(self.head_dim))
         return int(spread_of(self.head_dim // num_slots(self.bits)))
 
     def units(self, heads: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +32,12 @@ FIRST_DEPENDENT: Final = 90
 """The compute capability from which programmatic dependent launch is there."""
 LAUNCH_KINDS: Final = ("launch", "joined", "wide")
 """The settings of a row: of one KV head with few queries, of `JOINED` with half of these, and of many queries."""
+EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 1}
+"""Compiler options of kernels that round as `quant.py` does: a product and a sum stay two roundings.
+
+With one warp a group's minimum and maximum stay inside it: a quarter of the instructions of four (docs/kernels.md).
+"""
+LOG2_E: Final = math.log2(math.e)
 ROUNDS: Final = 2
 """The number of times that a device full of programs is filled again."""
 
@@ -137,10 +144,11 @@ class Device:
             )
         launches = rows[max(fitting)]
         kind = "wide" if extend or gqa > NARROW else "joined" if joins and "joined" in launches else "launch"
-        return _within_group(replace(launches[kind], dependent=self._launches_dependents), keys)
+        return _within_group(replace(launches[kind], dependent=self.launches_dependents), keys)
 
     @property
-    def _launches_dependents(self) -> bool:
+    def launches_dependents(self) -> bool:
+        """Whether decode's launches begin while the kernel in front of them ends."""
         return self.arch.startswith("sm_") and int(self.arch.removeprefix("sm_")) >= FIRST_DEPENDENT
 
     def for_batch(self, launch: DecodeLaunch, num_requests: int, tiles: int) -> DecodeLaunch:

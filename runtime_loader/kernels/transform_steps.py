@@ -16,8 +16,17 @@ from kvtuner.runtime_loader.kernels.unpack_codes import for_each, power_of_two
 KERNEL_STEPS: Final = ("centered", "balanced", "hadamard")
 """The steps that the three functions of this module take."""
 INNER: Final = tl.constexpr(4)
-"""The channels side by side of a lane, and `LANES` the lanes that share a row, where tokens are stored."""
+"""The channels side by side of a lane, where tokens are stored."""
 LANES: Final = tl.constexpr(4)
+"""The lanes that share a row there, and `WIDE_LANES` those of one whose channels would take all registers of four."""
+WIDE_LANES: Final = tl.constexpr(16)
+_WIDE: Final = 256
+
+
+@triton.constexpr_function
+def lanes_of(head_dim):
+    """Return the lanes that share a row of channels that are a power of two."""
+    return LANES.value if head_dim <= _WIDE else WIDE_LANES.value
 
 
 @triton.constexpr_function
@@ -95,15 +104,15 @@ def _hadamard(x, DIM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _lanes_apart(stage):
+def _lanes_apart(stage, lanes):
     """Return how far the lanes lie whose numbers a stage adds, 0 where both are one lane's."""
-    return 1 << (stage - 2) if 2 <= stage < 4 else 0
+    return 1 << (stage - 2) if 2 <= stage < 1 + lanes.bit_length() else 0
 
 
 @triton.constexpr_function
-def _parts_apart(stage, count):
+def _parts_apart(stage, count, lanes):
     """Return how far the parts lie that a stage adds: the lower its channels' bit, the farther."""
-    return count >> (stage + 1 if stage < 2 else stage - 1)
+    return count >> (stage + 1 if stage < 2 else stage + 2 - lanes.bit_length())
 
 
 @triton.jit
@@ -149,22 +158,23 @@ def _hadamard_of_lanes(x, DIM: tl.constexpr):
     STAGES: tl.constexpr = _stages_of(DIM)
     OUTER: tl.constexpr = x.shape[0]
     ROWS: tl.constexpr = x.shape[1]
+    SHARED_BY: tl.constexpr = x.shape[2]
     COUNT: tl.constexpr = OUTER * INNER
     BITS: tl.constexpr = _stages_of(COUNT)
     # Every number a tensor of its own, one register of a lane: no stage but those of lanes moves anything.
-    parts = (tl.reshape(tl.permute(x, (1, 2, 0, 3)), (ROWS, LANES, COUNT)),)
+    parts = (tl.reshape(tl.permute(x, (1, 2, 0, 3)), (ROWS, SHARED_BY, COUNT)),)
     for bit in tl.static_range(BITS):
         parts = for_each(_split_bit, 2 << bit, (parts,))  # the place's lowest bit becomes the index's highest
-    lane = tl.arange(0, LANES)[None, :, None]  # [1, LANES, 1]
+    lane = tl.arange(0, SHARED_BY)[None, :, None]  # [1, lanes, 1]
     for stage in tl.static_range(STAGES):
-        if _lanes_apart(stage):
-            signs = tl.where((lane & _lanes_apart(stage)) == 0, 1.0, -1.0)  # [1, LANES, 1]
-            parts = for_each(_across_lanes, COUNT, (parts, lane ^ _lanes_apart(stage), signs))
+        if _lanes_apart(stage, SHARED_BY):
+            signs = tl.where((lane & _lanes_apart(stage, SHARED_BY)) == 0, 1.0, -1.0)  # [1, lanes, 1]
+            parts = for_each(_across_lanes, COUNT, (parts, lane ^ _lanes_apart(stage, SHARED_BY), signs))
         else:
-            parts = for_each(_sum_or_difference, COUNT, (parts, _parts_apart(stage, COUNT)))
+            parts = for_each(_sum_or_difference, COUNT, (parts, _parts_apart(stage, COUNT, SHARED_BY)))
     for bit in tl.static_range(BITS):
         parts = for_each(_join_bit, COUNT >> (1 + bit), (parts,))
-    x = tl.permute(tl.reshape(parts[0], (ROWS, LANES, OUTER, INNER)), (2, 0, 1, 3))
+    x = tl.permute(tl.reshape(parts[0], (ROWS, SHARED_BY, OUTER, INNER)), (2, 0, 1, 3))
     return x * ((1 << STAGES) ** -0.5)
 
 

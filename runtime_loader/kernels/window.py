@@ -10,7 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.extend_and_merge import add_block, load_queries, store_part
+from kvtuner.runtime_loader.kernels.extend_and_merge import (
+    add_block,
+    load_queries,
+    rotary_products,
+    store_part,
+)
 from kvtuner.runtime_loader.kernels.queries import is_in_window, positions_of_queries, queries_of
 
 
@@ -66,15 +71,16 @@ def store_copies(
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def attend_copies(
-    q_ptr, q_stride_t, q_stride_h, keys_ptr, values_ptr, positions_ptr, request_slots_ptr, q_indptr_ptr, indptr_ptr,
-    partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
+    q_ptr, q_stride_t, q_stride_h, keys_ptr, values_ptr, rotary_ptr, positions_ptr, request_slots_ptr, q_indptr_ptr,
+    indptr_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, K_DIM: tl.constexpr,
-    K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, EXTEND: tl.constexpr, CAPPED: tl.constexpr,
-    RESIDUAL: tl.constexpr, SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, PART: tl.constexpr,
+    K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr, EXTEND: tl.constexpr, CAPPED: tl.constexpr, RESIDUAL: tl.constexpr,
+    SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Attention of a request's queries over the copies that they read of its tokens in rows, as part PART.
 
-    Queries, copies and partial outputs are those of model space.
+    Queries, copies and partial outputs are those of model space, and latents as in `attend_fresh`.
     """
     PLACES: tl.constexpr = RESIDUAL + SINKS
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
@@ -85,8 +91,12 @@ def attend_copies(
     length, query_positions = positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND)
     row = tl.load(request_slots_ptr + request).to(tl.int64) * PLACES
     q = load_queries(q_ptr, q_stride_t, q_stride_h, queries, heads, mask_pairs, K_DIM, K_PADDED)  # [TILE, K_PADDED]
+    rotary_q = load_queries(
+        q_ptr + K_DIM, q_stride_t, q_stride_h, queries, heads, mask_pairs, ROTARY_DIM, ROTARY_PADDED
+    )  # [TILE, ROTARY_PADDED]
     k_channel = tl.arange(0, K_PADDED)  # [K_PADDED]
     v_channel = tl.arange(0, V_PADDED)  # [V_PADDED]
+    rotary_channel = tl.arange(0, ROTARY_PADDED)  # [ROTARY_PADDED]
     acc = tl.zeros([TILE, V_PADDED], tl.float32)  # [TILE, V_PADDED]
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([TILE], tl.float32)  # [TILE]
@@ -103,8 +113,12 @@ def attend_copies(
             values_ptr + copies[:, None] * V_DIM + v_channel[None, :],
             mask=at_hand[:, None] & (v_channel < V_DIM)[None, :], other=0.0,
         )  # fmt: skip  # [TOKENS, V_PADDED]
+        products = rotary_products(
+            rotary_q, rotary_ptr + copies[None, :] * ROTARY_DIM + rotary_channel[:, None],
+            at_hand[None, :] & (rotary_channel < ROTARY_DIM)[:, None], TILE, ROTARY_DIM,
+        )  # fmt: skip  # [TILE, TOKENS]
         read = at_hand[None, :] & is_in_window(query_positions[:, None], positions[None, :], RESIDUAL, SINKS)
-        acc, top, total = add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED)
+        acc, top, total = add_block(q, keys, values, products, read, acc, top, total, scale, cap, CAPPED)
     store_part(
         partial_ptr, lse_ptr, queries * (HEADS * GQA) + heads, num_splits, acc, top, total, mask_pairs,
         EXACT_PARTS, PART, V_DIM, V_PADDED,

@@ -243,8 +243,9 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             prefix = self.attention.read_prefix(q, keys, values, bounds)
         if prefix is not None:
             # SGLang's own kernel attends over the prefix that was read back for it, in order, from slot 0 on.
+            new = (states.to(q.dtype) for states in self.pool.read_states(k, v))
             super()._forward_extend_kernel(
-                layer, q, k.to(q.dtype), v.to(q.dtype), o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
+                layer, q, *new, o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
                 host_is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
                 **{**arguments, "page_size": 1, "identity_kv_indices": True},
             )  # fmt: skip

@@ -14,6 +14,7 @@ from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_
 from kvtuner.runtime_loader.cpu import library
 from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
+from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -122,11 +123,20 @@ def test_the_kernels_are_refused_on_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch
         backend_for(torch.device("cuda"))
 
 
-def test_latents_are_read_in_torch_on_a_processor_and_nowhere_else() -> None:
-    for name in (None, "torch"):
+def test_latents_are_read_in_torch_on_a_processor_and_by_kernels_on_a_gpu() -> None:
+    for name, wanted in ((None, LatentAttention), ("torch", LatentAttention), ("triton", TritonLatentAttention)):
         make = latent_backend(CPU, name).make_of_latents
-        assert make is not None and isinstance(make(CPU), LatentAttention)
-    with pytest.raises(ServingError, match=r"there are no kernels for latents \(MLA\) on cuda: torch reads them, on a"):
-        latent_backend(torch.device("cuda"))
+        assert make is not None and isinstance(make(CPU), wanted)
+    assert latent_backend(torch.device("cuda")).name == "triton"
+    with pytest.raises(
+        ServingError, match=r"nothing reads latents \(MLA\) on mps, only torch on cpu and triton on cuda"
+    ):
+        latent_backend(torch.device("mps"))
     with pytest.raises(ServingError, match=r"KVTUNER_ATTENTION=cpu does not read latents .*; unset KVTUNER_ATTENTION"):
         latent_backend(CPU, "cpu")
+
+
+def test_kernels_do_not_read_latents_on_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ServingError, match="the kernels were never tried on a GPU of AMD"):
+        latent_backend(torch.device("cuda"))

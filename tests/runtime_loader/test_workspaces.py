@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvtuner.geometry import ModelGeometry
 from kvtuner.runtime_loader.kernels import launch_settings
+from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
 from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -52,6 +54,21 @@ def test_what_attention_prepares_is_inside_of_it(
     taken = attention._scratch._buffer.nbytes
     shape = replace(LLAMA, num_heads=num_heads, num_kv_heads=num_kv_heads)
     assert 0 < taken <= decode_scratch_bytes(shape)
+
+
+def test_what_attention_over_latents_prepares_is_inside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "of", lambda _: Device("sm_90", 132))
+    attention = TritonLatentAttention(torch.device("meta"))
+    latents, rotary = (
+        PackedRows(torch.empty(9, 1, size, dtype=torch.bfloat16, device="meta"), RowFormat(1, size, None))
+        for size in (512, 64)
+    )
+    attention.prepare([(latents, rotary)], 16, 10_000)
+    geometry = ModelGeometry(61, 128, 1, 512, 0, rope_dim=64)
+    sizes = {name: getattr(LLAMA, name) for name in ("chunk_tokens", "graph_requests", "context_length", "has_window")}
+    shape = AttentionShape.of(geometry, tp_size=8, **sizes)
+    assert (shape.num_heads, shape.v_head_dim) == (16, 512)
+    assert 0 < attention._scratch._buffer.nbytes <= decode_scratch_bytes(shape)
 
 
 def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:

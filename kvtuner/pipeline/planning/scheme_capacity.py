@@ -72,8 +72,7 @@ class SchemeSizes:
             graph_requests=server.graph_requests, context_length=server.context_length,
             has_window=quant.window.num_tokens > 0,
         )  # fmt: skip
-        # No kernel reads latents yet, so that nobody knows what one works in.
-        self.workspace_bytes = 0 if shape.geometry.is_latent else attention_bytes(attention)
+        self.workspace_bytes = attention_bytes(attention)
 
     def serving(self, **changes: Any) -> SchemeSizes:
         """The same by another server."""

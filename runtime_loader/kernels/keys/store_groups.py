@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.keys.channel_grids import store_half
-from kvtuner.runtime_loader.kernels.store_rows import (
+from kvtuner.runtime_loader.kernels.storing.store_rows import (
     codes_on_grids,
     grid_of_range,
     inverse_of,

@@ -1,1 +1,1 @@
-"""Triton kernels over packed latents (MLA), and their launches: `launch_latents`. No server uses them yet."""
+"""Packed latents (MLA) in Triton kernels: their launch in `launch_latents`, their attention in `triton_latents`."""

@@ -13,6 +13,9 @@ import triton.language as tl
 from kvtuner.runtime_loader.kernels.decode import group_weights, loaded_slots
 from kvtuner.runtime_loader.kernels.keys.scores_of_keys import row_offsets, scores_of_codes
 from kvtuner.runtime_loader.kernels.queries import (
+    have_copies,
+    is_in_window,
+    positions_of_queries,
     queries_of,
     query_sum,
     sliced_query,
@@ -92,30 +95,37 @@ def _shrunk_value_sum(
     return tl.fma(acc[slot], shrink, added)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def decode_latents(
-    q_ptr, q_stride_t, q_stride_h, rotary_q_ptr, rotary_q_stride_t, rotary_q_stride_h, rows_ptr, words_ptr, rotary_ptr,
-    bias_ptr, indptr_ptr, slots_ptr, partial_ptr, lse_ptr, scale, cap, num_splits,
+    q_ptr, q_stride_t, q_stride_h, rotary_q_ptr, rotary_q_stride_t, rotary_q_stride_h, q_indptr_ptr, rows_ptr,
+    words_ptr, rotary_ptr, bias_ptr, indptr_ptr, slots_ptr, request_slots_ptr, positions_ptr, partial_ptr, lse_ptr,
+    scale, cap, num_splits, num_requests,
     HEADS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr, WARPS: tl.constexpr,
     ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, UNITS: tl.constexpr,
     WORD: tl.constexpr, ROTARY_ROW: tl.constexpr, ROTARY_DIM: tl.constexpr, ROTARY_PADDED: tl.constexpr,
-    CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RESIDUAL: tl.constexpr,
+    SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One split of one request's latents: TILE of the HEADS query heads, in a grid of tiles, splits and requests.
+    """One split of one request's latents: TILE pairs of query and head, as `decode_split` has them of one KV head.
 
-    Request r has the query r, [HEADS, DIM] in the space of stored latents and [HEADS, ROTARY_DIM] of rotary channels; a
-    bias is its product with mu. UNITS and ROTARY_PADDED are padded to a power of two, at least 16; TOKENS is 16 for
-    each of WARPS, or a multiple. Partial outputs are [requests, HEADS, splits, DIM] float32, in stored space, with the
-    log2 of their weight; a split without tokens has -inf and nothing else.
+    A query is [HEADS, DIM] in the space of stored latents and [HEADS, ROTARY_DIM] of rotary channels; a bias is its
+    product with mu. UNITS and ROTARY_PADDED are padded to a power of two, at least 16; TOKENS is 16 for each of WARPS,
+    or a multiple. Requests, splits, parts and an exact window are those of `decode_split`, and partial outputs
+    [queries, HEADS, parts, DIM].
     """
     SLOTS: tl.constexpr = slots_of(BITS)
     WIDE: tl.constexpr = DIM // SLOTS
+    WINDOWED: tl.constexpr = RESIDUAL + SINKS > 0
     wait_for_kernel_before(DEPENDENT)
     split = tl.program_id(1)
-    request, _, queries, heads, mask_heads, _ = queries_of(indptr_ptr, 0, 1, 1, HEADS, TILE, False)  # [TILE] each
+    request, _, queries, heads, mask_heads, any_pair = queries_of(
+        q_indptr_ptr, num_requests, 1, 1, HEADS, TILE, EXTEND
+    )  # [TILE] each
+    if not any_pair:
+        return
     begin, first, last = split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT, TOKENS)
     pairs = queries * HEADS + heads  # [TILE]
-    place = pairs * num_splits + split  # [TILE]
+    place = pairs * (num_splits + EXACT_PARTS) + split  # [TILE]
     if last <= first:
         tl.store(lse_ptr + place, tl.full([TILE], float("-inf"), tl.float32), mask=mask_heads)
         return
@@ -135,6 +145,10 @@ def decode_latents(
         bias = scale * tl.load(bias_ptr + pairs, mask=mask_heads, other=0.0)
     acc = for_each(zeros, SLOTS, ([TILE, UNITS],))  # sums of weights times codes, for each slot
     offset_sums = for_each(zeros, GROUPS, ([WARPS, 8, TILE],))  # sums of weights times offsets, for each group
+    if WINDOWED:
+        length, query_positions = positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND)  # [TILE]
+        first_query = length if EXTEND else length - 1
+        places_row = tl.load(request_slots_ptr + request).to(tl.int64) * (RESIDUAL + SINKS)
     # Not -inf: where no score is finite yet, exp2(-inf - -inf) would be NaN.
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([WARPS, 8, TILE], tl.float32)  # [WARPS, 8, TILE]
@@ -174,6 +188,11 @@ def decode_latents(
             scores = softcap(products * scale + bias[None, :], cap) + log2_scale  # [TOKENS, TILE]
         else:
             scores = products * scale + log2_scale  # [TOKENS, TILE]
+        if WINDOWED:  # a constant, apart from what is known on the device alone
+            if (start + TOKENS > first_query - RESIDUAL) | (start < SINKS):  # few blocks: all others skip this
+                copied = have_copies(tokens, mask_tokens, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
+                exact = is_in_window(query_positions[None, :], tokens[:, None], RESIDUAL, SINKS)  # [TOKENS, TILE]
+                scores = tl.where(copied[:, None] & exact, float("-inf"), scores)
         # The online softmax: what was summed shrinks to the new maximum.
         new_top = tl.maximum(top, tl.max(scores, 0))  # [TILE]
         shrink = tl.exp2(top - new_top)  # [TILE]

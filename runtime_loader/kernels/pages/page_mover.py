@@ -16,9 +16,11 @@ from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of, untimed
 from kvtuner.runtime_loader.kernels import NAME
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import EXACT, read_to_places, store_facts
+from kvtuner.runtime_loader.kernels.launch import read_to_places
+from kvtuner.runtime_loader.kernels.launch_settings import EXACT
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
 from kvtuner.runtime_loader.kernels.pages.store_layers import store_layers
+from kvtuner.runtime_loader.kernels.storing.launch_store import store_facts
 from kvtuner.runtime_loader.packed_attention import PackedRows
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.store_rows import store_side
+from kvtuner.runtime_loader.kernels.storing.store_rows import store_side
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])

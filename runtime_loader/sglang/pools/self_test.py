@@ -84,8 +84,9 @@ def _reads_right(pool: PackedPool, q: Tensor, keys: PackedRows, values: PackedRo
         if not torch.equal(alone, stored.read(slots, alone.dtype)):
             return False
     read_back = attention.read_prefix(one, keys, values, replace(bounds, longest=MANY_TOKENS))
-    for stored, states in zip((keys, values), read_back or (), strict=read_back is not None):
-        if not torch.equal(states[: len(prefix)], stored.read(prefix, one.dtype)):
+    wanted = pool.read_states(*(stored.read(prefix, one.dtype) for stored in (keys, values)))
+    for states, right in zip(read_back or (), wanted, strict=read_back is not None):
+        if not torch.equal(states[: len(prefix)], right):
             return False
     sinks = torch.linspace(-2, 2, products.shape[0], device=slots.device) if rank.has_sinks else None
     for cap in sorted({0.0, rank.logit_cap}):

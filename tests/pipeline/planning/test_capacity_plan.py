@@ -165,10 +165,12 @@ def test_every_rank_holds_whole_latents_and_the_rotary_channels_beside_them(hub_
         assert of_layer[f"K{bits}V{bits}"] == 512 * bits // 8 + words + 2 * 64
     copies = 61 * 32 * (2 * (512 + 64) + 4)  # of a request's last 32 tokens, and where each is
     for row in plan.schemes:
-        slots = 601 * copies if row.kind in ("uniform", "budget") else 0
-        assert row.tokens == (plan.server.pool_bytes - slots) // row.bytes_per_token, row
+        is_packed = row.kind in ("uniform", "budget")
+        assert (row.workspace_bytes > 512 << 20) == is_packed
+        beside = 601 * copies + row.workspace_bytes if is_packed else 0
+        assert row.tokens == (plan.server.pool_bytes - beside) // row.bytes_per_token, row
     assert {row.name for row in plan.schemes if row.kind == "uniform"} == {f"K{bits}V{bits}" for bits in (2, 3, 4, 8)}
-    assert "there are no kernels for a GPU" in " ".join(assumptions(plan))
+    assert "every tensor-parallel rank holds whole latents" in " ".join(assumptions(plan))
     with pytest.raises(ServingError, match="plan with --pp-size 1"):
         plan_of(hub_model("deepseek-v3"), **options, pp_size=2)
 

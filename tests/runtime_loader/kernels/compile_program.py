@@ -19,23 +19,22 @@ from gpu_parts.pools import HeadShape
 
 from kvtuner.precision import Fit, PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, read_rows, store_rows
+from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, read_rows
 from kvtuner.runtime_loader.kernels import window as kernels_of_window
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import (
-    EXACT,
-    FRESH,
+    LayerSides,
     decode_facts,
-    fresh_options,
     merge_facts,
     read_facts,
     read_layer_facts,
-    store_facts,
 )
-from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED, Device
+from kvtuner.runtime_loader.kernels.launch_settings import EXACT, INTERPRETED, Device
 from kvtuner.runtime_loader.kernels.pages.copy_pages import copy_pages
 from kvtuner.runtime_loader.kernels.pages.page_mover import COPY_WARPS, copy_facts
 from kvtuner.runtime_loader.kernels.pages.store_layers import store_layers
+from kvtuner.runtime_loader.kernels.storing import store_rows
+from kvtuner.runtime_loader.kernels.storing.launch_store import store_facts
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
@@ -90,17 +89,17 @@ def around(head_dim: int) -> list[Any]:
     side = transformed(4, head_dim)
     size = {"DIM": head_dim, "PADDED": side.padded}
     prepare = {"HEADS": HEADS, "GQA": GQA, "STEPS": side.steps, "BIASED": True, "DEPENDENT": True, **size}
-    fresh = {"HEADS": HEADS, "GQA": GQA, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim}
-    fresh |= {"V_PADDED": side.padded, "CAPPED": True, "EXTEND": True, **FRESH}
+    layer = LayerSides(side, side)
+    fresh = {"HEADS": HEADS, "GQA": GQA, "CAPPED": True, "EXTEND": True, **layer.exact_facts, **layer.fresh}
     copying = {"HEADS": HEADS, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim, "V_PADDED": side.padded}
     kernels = [
         sass.compiled(queries.prepare_queries, prepare, HOPPER),
     ]
     for part, reads in enumerate(("all", "inside", "outside", "masked")):
         facts = {**fresh, **WINDOW, "READS": reads, "PART": min(part, 2)}
-        kernels.append(sass.compiled(extend_and_merge.attend_fresh, facts, HOPPER, **fresh_options(side, side)))
+        kernels.append(sass.compiled(extend_and_merge.attend_fresh, facts, HOPPER, **layer.exact_options))
     facts = {**fresh, **WINDOW, "PART": 2}
-    kernels.append(sass.compiled(kernels_of_window.attend_copies, facts, HOPPER, **fresh_options(side, side)))
+    kernels.append(sass.compiled(kernels_of_window.attend_copies, facts, HOPPER, **layer.exact_options))
     for extending in (True, False):
         facts = {**copying, **WINDOW, "EXTEND": extending, "BLOCK": 32 if extending else 1}
         kernels.append(sass.compiled(kernels_of_window.store_copies, facts, HOPPER))

@@ -25,6 +25,7 @@ from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, token_bytes
 from kvtuner.runtime_loader.joined_chunk import JoinedChunk
 from kvtuner.runtime_loader.kernels import triton_attention
+from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
 from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
@@ -62,49 +63,56 @@ def indptr(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor
 
 def served(attention: TritonAttention, keys: PackedRows, values: PackedRows, gqa: int, lengths: list[int]) -> None:
     """Serve requests of these lengths in every way."""
-    heads, head_dim, count = keys.format.num_heads, keys.format.head_dim, len(lengths)
+    is_latent = isinstance(attention, TritonLatentAttention)
+    heads, k_dim, v_dim = keys.format.num_heads, keys.format.head_dim, values.format.head_dim
+    q_dim, count = k_dim + v_dim if is_latent else k_dim, len(lengths)
     slots = torch.arange(SLOTS)[: sum(lengths)]
     new = [length % 3 + 1 for length in lengths]
 
-    def states(tokens: int, num_heads: int) -> torch.Tensor:
-        return torch.zeros(tokens, num_heads, head_dim, dtype=DTYPE)
+    def states(tokens: int, num_heads: int, channels: int) -> torch.Tensor:
+        return torch.zeros(tokens, num_heads, channels, dtype=DTYPE)
+
+    def both(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return states(tokens, heads, k_dim), states(tokens, heads, v_dim)
 
     is_per_channel = keys.format.token_group > 1
     if is_per_channel:  # as pools do, and their self-tests
-        attention.store_side(values, slots, states(len(slots), heads))
+        attention.store_side(values, slots, states(len(slots), heads, v_dim))
         whole = torch.arange(keys.format.token_group)
-        attention.store(keys, values, whole, states(len(whole), heads), states(len(whole), heads))
+        attention.store(keys, values, whole, *both(len(whole)))
     else:
-        attention.store(keys, values, slots, states(len(slots), heads), states(len(slots), heads))
+        attention.store(keys, values, slots, *both(len(slots)))
     ring = ExactRing(
-        torch.zeros(8, 36, heads, head_dim, dtype=DTYPE), torch.zeros(8, 36, heads, head_dim, dtype=DTYPE),
+        torch.zeros(8, 36, heads, k_dim, dtype=DTYPE), torch.zeros(8, 36, heads, v_dim, dtype=DTYPE),
         torch.full((8, 36), -1, dtype=torch.int32), ExactWindow(32, 4),
     )  # fmt: skip
     requests = torch.arange(count)
-    fresh = states(sum(new), heads)
+    fresh = both(sum(new))
     bounds = ExtendBounds(indptr(new, torch.int64), indptr(lengths), slots, max(new))
     starts = indptr([many * (past + many) for past, many in zip(lengths, new, strict=True)], torch.int64)
     drafts = replace(bounds, mask=ChunkMask(torch.ones(int(starts[-1]), dtype=torch.bool), starts))
     for cap in (0.0, 30.0):
-        scores = ScoreScaling(head_dim**-0.5, cap)
+        scores = ScoreScaling(q_dim**-0.5, cap)
         window = WindowReads(ring, requests)
         for reads in (None, window):
-            attention.decode(states(count, heads * gqa), keys, values, indptr(lengths), slots, scores, window=reads)
-        for reads in (None, window, replace(window, stored=(fresh, fresh))):
-            q = states(sum(new), heads * gqa)
-            attention.extend(q, fresh, fresh, keys, values, bounds, scores, window=reads)
-        attention.extend(q, fresh, fresh, keys, values, drafts, scores)
+            q = states(count, heads * gqa, q_dim)
+            attention.decode(q, keys, values, indptr(lengths), slots, scores, window=reads)
+        for reads in (None, window, replace(window, stored=fresh)):
+            q = states(sum(new), heads * gqa, q_dim)
+            attention.extend(q, *fresh, keys, values, bounds, scores, window=reads)
+        attention.extend(q, *fresh, keys, values, drafts, scores)
     if is_per_channel:
         attention.store_groups(keys, ring, NewTokens(requests, indptr(lengths)), slots)
-        chunk = NewKeys(torch.arange(len(fresh)), fresh, max(new))
+        chunk = NewKeys(torch.arange(sum(new)), fresh[0], max(new))
         attention.store_groups(keys, ring, NewTokens(requests, indptr(lengths), indptr(new, torch.int64)), slots, chunk)
-    attention.store_copies(ring, NewTokens(requests, indptr(lengths)), states(count, heads), states(count, heads))
-    attention.store_copies(ring, NewTokens(requests, indptr(lengths), indptr(new, torch.int64)), fresh, fresh)
+    attention.store_copies(ring, NewTokens(requests, indptr(lengths)), *both(count))
+    attention.store_copies(ring, NewTokens(requests, indptr(lengths), indptr(new, torch.int64)), *fresh)
     attention.read(keys, slots, DTYPE)
     attention.read(values, slots, DTYPE)
-    q = states(sum(new), heads * gqa)
+    q = states(sum(new), heads * gqa, q_dim)
     assert attention.read_prefix(q, keys, values, bounds) is not None
-    assert attention.read_prefix(q, keys, values, bounds, JoinedChunk.of(bounds, sum(new))) is not None
+    if not is_latent:  # whose channels SGLang's flash attention does not take
+        assert attention.read_prefix(q, keys, values, bounds, JoinedChunk.of(bounds, sum(new))) is not None
 
 
 def moved(keys: PackedRows, values: PackedRows, num_pages: int) -> None:
@@ -142,14 +150,18 @@ for arch in asked["archs"]:
             for bits, own in ((k_bits, kind), (v_bits, value_kind))
         )
         attention = TritonAttention(torch.device("cpu"))
+        if asked.get("rotary_dim"):
+            values = rows(RowFormat(heads, asked["rotary_dim"], None))
+            attention = TritonLatentAttention(torch.device("cpu"))
         attention.prepare([(keys, values)], heads * gqa, 8)
         served(attention, keys, values, gqa, [17, 16, 2])
-        if keys.format.token_group == 1:
+        are_moved = keys.format.token_group == 1 and not asked.get("rotary_dim")
+        if are_moved:
             moved(keys, values, 2)
         before = collections.Counter(fake_gpu.LAUNCHED.compiled)
         for lengths in ([1], [33, 1], [5, 7, 16, 3, 8]):
             served(attention, keys, values, gqa, lengths)
-        for num_pages in (1, 5) if keys.format.token_group == 1 else ():
+        for num_pages in (1, 5) if are_moved else ():
             moved(keys, values, num_pages)
         anew = fake_gpu.LAUNCHED.compiled - before
         case = f"sm_{arch} {PrecisionPair(k_bits, v_bits)} {heads}x{gqa}x{head_dim} {groups} {kind} {words} {fit}"

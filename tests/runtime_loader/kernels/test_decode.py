@@ -44,9 +44,8 @@ def decode(
     settings: DecodeLaunch = INTERPRETED,
 ) -> torch.Tensor:
     out, scratch = torch.full_like(q, torch.nan), Scratch(1 << 20, q.device)
-    launch.decode(
-        q, KernelSide.of(keys), KernelSide.of(values), indptr, slots, scores, settings, num_splits, scratch, out
-    )
+    layer = launch.LayerSides(KernelSide.of(keys), KernelSide.of(values))
+    launch.decode(q, layer, indptr, slots, scores, settings, num_splits, scratch, out)
     return out
 
 

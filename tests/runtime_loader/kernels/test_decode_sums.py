@@ -82,8 +82,6 @@ def test_a_long_split_loses_nothing(
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     out = torch.full_like(q, torch.nan)
-    launch.decode(
-        q, KernelSide.of(keys), KernelSide.of(values), indptr, slots, scores, replace(INTERPRETED, tokens=256), 1,
-        Scratch(1 << 20, q.device), out,
-    )  # fmt: skip
+    layer, settings = launch.LayerSides(KernelSide.of(keys), KernelSide.of(values)), replace(INTERPRETED, tokens=256)
+    launch.decode(q, layer, indptr, slots, scores, settings, 1, Scratch(1 << 20, q.device), out)
     assert (out - expected).abs().max() < 2e-3 * expected.abs().max()  # the rounding of queries and weights

@@ -81,6 +81,17 @@ def test_kernels_of_keys_per_channel_are_launched_as_they_are_compiled(arch: int
     assert assert_ready(found, len(pairs)) == {*KERNELS - of_pages - {"prepare_queries"}, "store_groups"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "bits"), [(90, 4), *(pytest.param(*case, marks=pytest.mark.full) for case in ((80, 2), (89, 8), (89, 16)))]
+)
+def test_kernels_of_latents_are_launched_as_they_are_compiled(arch: int, bits: int) -> None:
+    asked = {"pairs": [[bits, 16]], "head_dims": [512], "groups": [2], "heads": [[1, 16]], "rotary_dim": 64}
+    kernels = {*KERNELS - {"decode_split", "read_joined", "copy_pages", "store_layers"}, "decode_latents"}
+    found = launched(archs=[arch], fits=["least_squares"], **asked)
+    assert assert_ready(found, 1) == (kernels if bits < 16 else kernels - {"prepare_queries"})
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_pairs_of_an_architecture_with_other_properties_by_chance(arch: int) -> None:

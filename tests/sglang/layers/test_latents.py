@@ -70,6 +70,21 @@ def test_latents_are_packed_beside_rotary_channels(
     assert 'side="v"' not in served.metrics
 
 
+@pytest.mark.parametrize("window", [None, pytest.param(ExactWindow(8, 2), marks=pytest.mark.full)], ids=str)
+def test_kernels_pack_and_read_latents(
+    window: ExactWindow | None, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+) -> None:
+    folder = model_folder("deepseek-v3", **{**FAMILIES["deepseek-v3"], **PLAIN_SIZES})
+    profile = mixed_profile(folder, by_kinds=True, window=window)
+    served = compare_served(
+        folder, profile, "--chunked-prefill-size", "64", lengths=(5, 130), num_tokens=4, chunk=64,
+        KVTUNER_ATTENTION="triton",
+    )  # fmt: skip
+    assert served.agreement.own > 1e-5
+    assert served.agreement.is_near, served.agreement
+    assert "\n  attention triton, attend fresh, self-test passed\n" in served.log
+
+
 def test_every_rank_holds_whole_latents_and_its_share_of_queries(
     compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
 ) -> None:
@@ -119,7 +134,7 @@ def test_tokens_take_the_available_bytes(
         (("--enable-hierarchical-cache", "--kvtuner-hicache-only"), {}, "latents (MLA) have no quantized host tier"),
         (("--pp-size", "2"), {}, "--pp-size 2 does not work with a packed pool of latents (MLA): stages of such mod"),
         ((*UNIFORM, "--kvtuner-nbits-value", "8"), {}, "a latent is read as keys and as values and has one width, n"),
-        ((), {"KVTUNER_ATTENTION": "triton"}, "KVTUNER_ATTENTION=triton does not read latents (MLA) on cpu: torch re"),
+        ((), {"KVTUNER_ATTENTION": "cpu"}, "KVTUNER_ATTENTION=cpu does not read latents (MLA) on cpu, only torch on"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_latents_is_refused(

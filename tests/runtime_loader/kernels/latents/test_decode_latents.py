@@ -11,9 +11,7 @@ import torch
 
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
-from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.latents.launch_latents import INTERPRETED_LATENTS, decode_of_latents
-from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind, candidate_transforms
@@ -25,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 LENGTHS = (0, 1, 33, 70)
 """No token, one, a block and one more, and splits of which the last is broken."""
-NUM_SPLITS = 2
 # As in test_decode.py: queries and weights are rounded to fp16 once each.
 TOLERANCE = 1e-2
 
@@ -76,13 +73,11 @@ class Layer:
             outputs.append(torch.cat((found, sinks), dim=-1).softmax(-1)[:, : len(values)] @ values)
         return torch.stack(outputs)
 
-    def decode(self, q: Tensor, scores: ScoreScaling, num_splits: int = NUM_SPLITS) -> Tensor:
+    def decode(self, q: Tensor, scores: ScoreScaling) -> Tensor:
+        attention = TritonLatentAttention(q.device)
+        attention.prepare([(self.latents, self.rotary)], q.shape[1], len(LENGTHS))
         out = torch.full((*q.shape[:2], self.latents.format.head_dim), torch.nan, dtype=q.dtype)
-        decode_of_latents(
-            q, KernelSide.of(self.latents), KernelSide.of(self.rotary), self.indptr, self.slots, scores,
-            INTERPRETED_LATENTS, num_splits, Scratch(1 << 22, q.device), out,
-        )  # fmt: skip
-        return out
+        return attention.decode(q, self.latents, self.rotary, self.indptr, self.slots, scores, out=out)
 
 
 def assert_agrees(layer: Layer, num_heads: int, cap: float = 0.0, *, has_sinks: bool = False) -> None:

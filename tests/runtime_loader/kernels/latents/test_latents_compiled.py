@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,21 +18,35 @@ from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_launch
 ROOT = Path(__file__).resolve().parents[4]
 
 
+def counted(*flags: str) -> list[dict[str, Any]]:
+    """What benchmarks/sass.py counts, without the interpreter."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "benchmarks/sass.py"), *flags, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**variables, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["90", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("80", "89", "120"))])
 def test_a_channel_takes_no_more_than_one_of_keys_and_one_of_values_but_a_tenth(arch: str) -> None:
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "benchmarks/sass.py"), "--gqa", "16", "--latents", "--arch", arch, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**variables, "PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = counted("--gqa", "16", "--latents", "--arch", arch)
     assert [row["bits"] for row in rows] == list(PACKED_BITS)
     for row in rows:
         assert row["lane_instructions_per_element"] <= (1.1 if row["bits"] == 4 else 1.02) * row["as_key_and_as_value"]
         assert row["buffers"] >= (2 if row["bits"] < 8 or arch in ("80", "90") else 1), row
         assert row["loop_spills"] <= (20 if row["bits"] < 8 else 110), row
         assert row["int_to_float"] == 0, row
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_rows_of_512_channels_are_written_and_read_back_in_registers(arch: str) -> None:
+    rows = counted("--rows", "--head-dim", "512", "--kv-heads", "1", "--group-size", "256", "--arch", arch)
+    assert {row["kernel"] for row in rows} == {"store_rows", "read_side"}
+    assert [row for row in rows if row["spills"]] == []
 
 
 def test_an_architecture_whose_machine_code_was_not_counted_is_refused() -> None:

@@ -13,9 +13,9 @@ from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, Pag
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS
 from kvtuner.runtime_loader.kernels.pages import page_mover
 from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
+from kvtuner.runtime_loader.kernels.storing.launch_store import STORED_TOKENS
 
 if TYPE_CHECKING:
     from fixture_types import MakeRowFormat

@@ -10,7 +10,7 @@ from option_rows.covering_rows import covering_parameters
 
 from kvtuner.precision import ALL_BITS, used_word_bits, words_offset
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
-from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
+from kvtuner.runtime_loader.kernels.storing.launch_store import STORED_TOKENS, store
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 from kvtuner.transforms import TRANSFORMS, candidate_transforms
 

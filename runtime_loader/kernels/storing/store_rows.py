@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid, fit_zero_point_grid
+from kvtuner.runtime_loader.kernels.storing.fitted_grid import fit_grid, fit_zero_point_grid
 from kvtuner.runtime_loader.kernels.transform_steps import (
     INNER,
-    LANES,
     apply_steps,
+    lanes_of,
     load_spread,
     mixes_channels,
     spread_of,
@@ -53,6 +53,7 @@ def _load_transformed(
     elif mixes_channels(STEPS):
         # Slower axes lie in registers, faster ones in lanes, and the fastest is one piece of memory: by Triton's own
         # choice, which a Hadamard that needs no other keeps.
+        LANES: tl.constexpr = lanes_of(DIM)
         OUTER: tl.constexpr = DIM // (LANES * INNER)
         outer = tl.arange(0, OUTER)[:, None, None, None] * (LANES * INNER)
         channels = outer + tl.arange(0, LANES)[None, None, :, None] * INNER + tl.arange(0, INNER)[None, None, None, :]
