@@ -30,7 +30,7 @@ from sglang_server import (
     launch_command,
     wait_until_ready,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.quant import Transform
@@ -283,8 +283,10 @@ def compare() -> Compare:
         of_prompts: bool = False,
         alter: Callable[[Any], None] | None = None,
     ) -> Agreement:
+        is_text = type(AutoConfig.from_pretrained(folder)) in AutoModelForCausalLM._model_mapping
+        auto_class = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
         # Of transformers' implementations this one knows logit caps.
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         if alter is not None:
             alter(model)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size

@@ -24,6 +24,7 @@ TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}
 """The flag by which SGLang takes a model that reads images for one of text."""
 WITH_IMAGES: Final = (
     "Gemma3ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",

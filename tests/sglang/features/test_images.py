@@ -36,14 +36,17 @@ LAYERS = [LayerQuantization(2, 3, HADAMARD, HADAMARD), LayerQuantization(8, 3), 
 PICTURES = [Picture((200, 30, 40)), Picture((20, 220, 90)), Picture((240, 240, 230), before="when ")]
 ALWAYS = ("Qwen3VL", "Gemma3", "Mistral3")
 """The kinds that are not of the full tests alone: features for layers, images that are read both ways, and neither."""
-FLAGS: Mapping[str, tuple[str, ...]] = {"Gemma3": ("--enable-multimodal",)}
-"""SGLang reads images of this kind if asked to."""
+FLAGS: Mapping[str, tuple[str, ...]] = {"Gemma3": ("--enable-multimodal",), "Kimi_K25": ("--trust-remote-code",)}
+"""SGLang reads images of the first kind if asked to, and those of the second by code of the checkpoint."""
 FAILS_AFTER_FLUSHING = ("Mistral3",)
 """The kinds for which SGLang's wrapper of processors answers a flush by status 500, once the cache is flushed."""
 APART = ("Qwen3_5",)
 """The kinds whose prefixes SGLang shares by less than every token, since it keeps states."""
-VARIABLES: Mapping[str, dict[str, str]] = {"Qwen3_5": {"SGLANG_MAMBA_CONV_DTYPE": "float32"}}
-"""SGLang keeps inputs of convolutions in bfloat16 by default."""
+VARIABLES: Mapping[str, dict[str, str]] = {
+    "Qwen3_5": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    "Kimi_K25": {"TORCHDYNAMO_DISABLE": "1"},
+}
+"""SGLang keeps inputs of convolutions in bfloat16 by default, and compiles how a grid of positions is resized."""
 ALONE = ("Gemma3",)
 """The kinds for which SGLang's own code ends where a text has no image and another of the batch has one."""
 COUNTS_FROM_ONE = ("Gemma3",)
@@ -61,6 +64,14 @@ def num_full_layers(config: Any) -> int:
     """The layers of a model that read all tokens."""
     kinds = getattr(config.text_config, "layer_types", None)
     return config.text_config.num_hidden_layers if kinds is None else kinds.count("full_attention")
+
+
+def layers_of(config: Any) -> list[LayerQuantization]:
+    """Choices for the full layers of a model; a latent has one width, and no values beside it."""
+    chosen = LAYERS[: num_full_layers(config)]
+    if not hasattr(config.text_config, "kv_lora_rank"):
+        return chosen
+    return [LayerQuantization(layer.k_bits, layer.k_bits, layer.k_transform) for layer in chosen]
 
 
 def flush(server: Server, kind: str) -> None:
@@ -116,9 +127,12 @@ def served_with_images(
         folder = tmp_path / kind
         processor = save_image_model(kind, make_tokenizer(), folder, fields)
         config = AutoConfig.from_pretrained(folder)
-        profile: Profile = profile_of(config, LAYERS[: num_full_layers(config)], by_kinds=True)
-        flags = ("--kvtuner-profile", str(save_profile(profile)), "--skip-server-warmup", *TRITON)
-        with serve(folder, *flags, *FLAGS.get(kind, ()), **VARIABLES.get(kind, {}), **variables) as server:
+        profile: Profile = profile_of(config, layers_of(config), by_kinds=True)
+        flags = ("--kvtuner-profile", str(save_profile(profile)), "--skip-server-warmup", *TRITON, *FLAGS.get(kind, ()))
+        variables |= VARIABLES.get(kind, {})
+        if "--trust-remote-code" in flags:  # which is copied
+            variables["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+        with serve(folder, *flags, **variables) as server:
             answers = []
             for picture in PICTURES:
                 flush(server, kind)

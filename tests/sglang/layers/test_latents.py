@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from served_layers.two_kinds import TRITON, number
+from served_layers.two_kinds import TEXT_ALONE, TRITON, number
+from tiny.served_images import save_image_model
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -15,11 +18,13 @@ if TYPE_CHECKING:
     from fixture_types import (
         Compare,
         CompareServed,
+        MakeTokenizer,
         MixedProfile,
         ModelFolder,
         ProfileOf,
         Prompts,
         Refused,
+        RunProgram,
         SaveProfile,
         Serve,
     )
@@ -111,6 +116,23 @@ def test_16_bits_and_a_server_without_a_profile_are_plain_transformers(
         assert agreement.own < 1e-12
         assert agreement.divergence < 1e-6
         assert agreement.same_argmax == 1
+
+
+def test_a_model_that_reads_images_has_its_text_served_and_keeps_its_identity(
+    make_tokenizer: MakeTokenizer, mixed_profile: MixedProfile, compare_served: CompareServed, run_program: RunProgram,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Kimi K2.5 alone; its images are of tests/sglang/features/test_images.py."""
+    save_image_model("Kimi_K25", make_tokenizer(), tmp_path)
+    profile = mixed_profile(tmp_path, by_kinds=True)
+    served = compare_served(tmp_path, profile, *TEXT_ALONE, lengths=(5, 33, 1, 48), num_tokens=24)
+    assert served.agreement.own > 1e-5
+    assert served.agreement.is_near, served.agreement
+    assert "\n  0:K4V4,1:K8V8,2:K16V16\n" in served.log
+    program = Path(__file__).parents[1] / "programs/identity_program.py"
+    done = run_program(str(program), str(tmp_path), *TEXT_ALONE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"differs": [], "changed": ["configuration"]}
 
 
 def test_tokens_take_the_available_bytes(
