@@ -1,8 +1,9 @@
-"""The gated delta rule of Qwen3-Next and Qwen3.5 in plain torch, token by token.
+"""The gated delta rule of Qwen3-Next, Qwen3.5 and Kimi Linear in plain torch, token by token.
 
-SGLang's own are Triton kernels: that of prompts refuses float32, the dtype that a processor serves exactly, that of
-single tokens is not one that Triton interprets, and that of the norm behind it asks a GPU for its size. The
-convolutions in front of it stay SGLang's kernels, interpreted.
+Kimi Linear forgets each channel of a key at a pace of its own, the others a whole head. SGLang's own are Triton
+kernels: that of prompts refuses float32, the dtype that a processor serves exactly, that of single tokens is not one
+that Triton interprets, and that of the norm behind it asks a GPU for its size. The convolutions in front of it stay
+SGLang's kernels, interpreted.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def gated_delta_rule(
         q: The queries [1, tokens, heads, key_dim], as `k`; `v` is [1, tokens, value_heads, value_dim].
         k: The keys.
         v: The values.
-        g: The logarithm of what is kept of a state [1, tokens, value_heads], as `beta`.
-        beta: The share of a value that is written.
+        g: The logarithm of what is kept of a state [1, tokens, value_heads], or of each channel of its keys [1, tokens,
+            value_heads, key_dim].
+        beta: The share of a value that is written [1, tokens, value_heads].
         scale: The factor of what is read, one by the root of key_dim by default.
         initial_state: The states of all slots [slots, value_heads, value_dim, key_dim], updated in place.
         initial_state_indices: The slot of each request.
@@ -52,7 +54,8 @@ def gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (states * (states.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for states in (q, k))
     q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-    kept, written, v_of_token = g[0].to(dtype).exp()[..., None, None], beta[0].to(dtype)[..., None], v[0].to(dtype)
+    kept, written, v_of_token = g[0].to(dtype).exp(), beta[0].to(dtype)[..., None], v[0].to(dtype)
+    kept = kept[:, :, None, None] if kept.dim() == 2 else kept[:, :, None]
     ends = cu_seqlens.tolist()
     for begin, end, slot in zip(ends, ends[1:], initial_state_indices.tolist(), strict=False):
         # A slot below 0 only fills a batch.
@@ -103,6 +106,80 @@ def gated_delta_rule_of_one_token(
     return out, initial_state
 
 
+def gated_delta_rule_by_channel(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor, initial_state_indices: Tensor,
+    cu_seqlens: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None, beta_is_raw: bool = True,
+    use_qk_l2norm_in_kernel: bool = True, output_intermediate_states: bool = False, track_state: Tensor | None = None,
+    track_chunk_idx: Tensor | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    """Read and update the states of requests as `gated_delta_rule`, for Kimi Linear, whose gates come as they are.
+
+    Args:
+        q: The queries [1, tokens, heads, channels], as `k` and `v`.
+        k: The keys.
+        v: The values.
+        g: The input of what is kept of a channel [1, tokens, heads, channels].
+        beta: The input of the share of a value that is written [1, tokens, heads].
+        initial_state: The states of all slots [slots, heads, channels of values, channels of keys], updated in place.
+        initial_state_indices: The slot of each request.
+        cu_seqlens: The ends of the requests' tokens, from 0 on.
+        A_log: The logarithm of how fast a head forgets.
+        dt_bias: The bias of `g`.
+        lower_bound: The value None, as in these layers.
+        beta_is_raw: The value True.
+        use_qk_l2norm_in_kernel: The value True.
+        output_intermediate_states: Whether the state in front of every `CHUNK` tokens is returned too.
+        track_state: The tensor that one of these goes into, of each request.
+        track_chunk_idx: The number of that one in each request; below 0 for none.
+    """
+    assert lower_bound is None
+    assert beta_is_raw
+    assert use_qk_l2norm_in_kernel
+    read, _, before = gated_delta_rule(
+        q, k, v, _log_kept(g.float(), A_log, dt_bias), beta.float().sigmoid(), None, initial_state,
+        initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    if track_state is not None and track_chunk_idx is not None:
+        first = 0
+        for request, tokens in enumerate(cu_seqlens.diff().tolist()):
+            chunk = int(track_chunk_idx[request])
+            if chunk >= 0:
+                track_state[request] = before[0, first + chunk].to(track_state.dtype)
+            first += -(-tokens // CHUNK)
+    return (read, before) if output_intermediate_states else read
+
+
+def gated_delta_rule_by_channel_of_one_token(
+    *, mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float, initial_state: Tensor,
+    out: Tensor, ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool = True, lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Read and update the states of requests by one token of each, as `gated_delta_rule_of_one_token`.
+
+    What is kept of a state has an input of each channel, `a` [requests, heads * channels], and so has `dt_bias`.
+    """
+    assert lower_bound is None
+    assert use_qk_l2norm_in_kernel
+    import torch
+
+    _, heads, value_dim, key_dim = initial_state.shape
+    q, k, v = mixed_qkv.split([heads * key_dim, heads * key_dim, heads * value_dim], dim=1)
+    read, _, _ = gated_delta_rule(
+        q.unflatten(1, (heads, -1))[None], k.unflatten(1, (heads, -1))[None], v.unflatten(1, (heads, -1))[None],
+        _log_kept(a.float().unflatten(1, (heads, -1))[None], A_log, dt_bias), b.float().sigmoid()[None], scale,
+        initial_state, ssm_state_indices, torch.arange(len(a) + 1), use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    out.copy_(read[0][:, None])
+    return out, initial_state
+
+
+def _log_kept(gates: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """The logarithm of what is kept of each channel, of its input [1, tokens, heads, channels]."""
+    import torch
+
+    heads = gates.shape[2]
+    return -A_log.float().exp().view(heads, 1) * torch.nn.functional.softplus(gates + dt_bias.float().view(heads, -1))
+
+
 def gated_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6,
     group_size: int | None = None, norm_before_gate: bool = True, is_rms_norm: bool = False, activation: str = "swish",
@@ -137,5 +214,8 @@ def install() -> None:
     kernels: Any = importlib.import_module("sglang.srt.layers.attention.linear.kernels.gdn_triton")
     kernels.chunk_gated_delta_rule = gated_delta_rule
     kernels.fused_recurrent_gated_delta_rule_packed_decode = gated_delta_rule_of_one_token
+    of_channels: Any = importlib.import_module("sglang.srt.layers.attention.linear.kernels.kda_triton")
+    of_channels.chunk_kda = gated_delta_rule_by_channel
+    of_channels.fused_recurrent_kda_packed_decode = gated_delta_rule_by_channel_of_one_token
     norms: Any = importlib.import_module("sglang.kernels.ops.attention.fla.layernorm_gated")
     norms.layernorm_fn = gated_norm

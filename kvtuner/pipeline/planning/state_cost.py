@@ -40,12 +40,16 @@ _DELTA: Final = _Fields(
     "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+_DELTA_BY_CHANNEL: Final = _Fields(
+    "linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim"
+)  # fmt: skip
 _MAMBA: Final = _Fields("mamba_n_groups", "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_d_conv")
 _NEMOTRON: Final = _Fields("n_groups", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel")
 _FIELDS: Final = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
     **dict.fromkeys(("granitemoehybrid", "falcon_h1"), _MAMBA),
     "nemotron_h": _NEMOTRON,
+    "kimi_linear": _DELTA_BY_CHANNEL,
 }
 """The kinds of models that have matrices and for whose states SGLang has a pool."""
 _CONVOLUTIONS_ALONE: Final = ("lfm2", "lfm2_moe")

@@ -80,8 +80,8 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         and attention != AttentionArch.MHA,
         f"{name} has latents (MLA), which SGLang keeps as keys and values": has_latents
         and attention != AttentionArch.MLA,
-        f"{name} has latents (MLA) beside layers that keep a state, which was never tried": has_latents
-        and any(layer.kind.name != "latent" for layer in geometry.layers),
+        f"{name} has latents (MLA) beside layers of another kind, which was never tried": has_latents
+        and any(layer.kind.name not in ("latent", "none") for layer in geometry.layers),
         f"{name} is read from GGUF, where some models' keys have another order of channels": is_gguf,
         f"{name} generates no text": not model_config.is_generation,
     }
@@ -122,14 +122,18 @@ def _refuse_other_states(model_config: Any, geometry: CacheGeometry) -> None:
                 " by KVTunerCache"
             )
         return
-    full = [layer_id for layer_id, layer in enumerate(geometry.layers) if layer.kind.name == "full"]
+    full = [layer_id for layer_id, layer in enumerate(geometry.layers) if layer.kind.name in ("full", "latent")]
+    # A field that SGLang reads and transformers leaves out.
+    missing = "linear_attn_config" if getattr(beside, "linear_attn_config", {}) is None else None
     try:
         served = list(beside.full_attention_layer_ids)
-    except AttributeError as error:  # of a field that SGLang reads and transformers leaves out
+    except AttributeError as error:
+        served, missing = [], error.name
+    if missing:
         raise UnsupportedModelError(
-            f"{name} is configured without {error.name}, by which SGLang tells which layers have keys; add it to its"
+            f"{name} is configured without {missing}, by which SGLang tells which layers have keys; add it to its"
             " config.json, as the hub's checkpoints have it"
-        ) from error
+        )
     if served != full:
         raise UnsupportedModelError(
             f"SGLang gives keys to other layers of {name} than its configuration does: layers"

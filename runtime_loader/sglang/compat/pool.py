@@ -105,7 +105,9 @@ def on_pool(
     def build_beside_states(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         if self.is_draft_worker:
             return original(self, **kwargs)
-        kwargs["mha_pool_class"] = partial(pool_class, layer_ids=layers_of_pool(self))
+        layer_ids = layers_of_pool(self)
+        kwargs["mha_pool_class"] = partial(pool_class, layer_ids=layer_ids)
+        kwargs["mla_pool_class"] = partial(latent_pool_class, layer_ids=layer_ids)
         with refusing():
             built = original(self, **kwargs)
         announce_states(built.mamba_pool.size, built.mamba_pool.mamba_cache.mem_usage_bytes())
@@ -122,7 +124,8 @@ def on_pool(
         f"{_CONFIGURATOR}._build_hybrid_swa_kv_pool", build_parts, AROUND, "full_max_total_num_tokens", "mha_pool_class"
     )
     of_states = f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool"
-    install(of_states, build_beside_states, AROUND, "max_total_num_tokens", "req_to_token_pool", "mha_pool_class")
+    parameters = ("max_total_num_tokens", "req_to_token_pool", "mha_pool_class", "mla_pool_class")
+    install(of_states, build_beside_states, AROUND, *parameters)
 
 
 def on_stored_layers(first_reader: Callable[[Any], int | None]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_code
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers_code
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LENGTHS = (1, 64, 3, 130, 65)
+STARTS = (0, 1, 2, 3, 6)
+"""The numbers of the states in front of requests among those in front of every 64 tokens: 1, 1, 1, 3 and 2 of them."""
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, SLOTS = 2, 6, 16, 24, 9
 
 
@@ -70,9 +73,8 @@ def test_requests_of_many_lengths_read_and_leave_what_transformers_does(
         torch.testing.assert_close(inputs["initial_state"][slot], last[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
     untouched = [slot for slot in range(SLOTS) if slot not in slots]
     assert torch.equal(inputs["initial_state"][untouched], before[untouched])
-    # A state in front of every 64 tokens: 1, 1, 1, 3 and 2 of them.
     assert kept.shape == (1, 8, HEADS, VALUE_DIM, KEY_DIM)
-    assert torch.equal(kept[0, [0, 1, 2, 3, 6]], before[slots])
+    assert torch.equal(kept[0, STARTS], before[slots])
 
 
 def test_a_state_kept_at_64_tokens_is_that_of_a_request_of_64(stand_ins: ModuleType, inputs: dict[str, Any]) -> None:
@@ -108,6 +110,71 @@ def test_a_step_of_many_requests_is_a_prompt_of_one_token_of_each(
         expected, last = transformers_code.torch_recurrent_gated_delta_rule(
             q, k, inputs["v"][:, request : request + 1], g=g[None, request : request + 1],
             beta=b[None, request : request + 1].sigmoid(), initial_state=before, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[request], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(table[slot], last[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
+    assert torch.equal(table[[0, 2, 4, 6, 7, 8]], inputs["initial_state"][[0, 2, 4, 6, 7, 8]])
+
+
+@pytest.fixture
+def gates() -> Any:
+    """A layer's forget gates in Kimi Linear, of which the first projection is the identity."""
+    config = kimi_code.KimiLinearConfig(hidden_size=KEY_DIM, linear_head_dim=KEY_DIM, linear_num_heads=HEADS)
+    module = kimi_code.KimiLinearForgetGate(config).requires_grad_(False)
+    module.f_a_proj.weight.copy_(torch.eye(KEY_DIM))
+    module.f_b_proj.weight.copy_(states(HEADS * KEY_DIM, KEY_DIM, seed=6) / 4)
+    module.dt_bias.copy_(states(HEADS * KEY_DIM, seed=7))
+    module.A_log.copy_(states(1, 1, HEADS, 1, seed=8) / 2)
+    return module
+
+
+@pytest.mark.parametrize("function", ["recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"])
+def test_channels_are_forgotten_each_at_its_pace_as_by_transformers(
+    function: str, stand_ins: ModuleType, inputs: dict[str, Any], gates: Any
+) -> None:
+    inputs |= {name: states(1, sum(LENGTHS), HEADS, KEY_DIM, seed=seed) for seed, name in enumerate("qk")}
+    hidden, raw = states(1, sum(LENGTHS), KEY_DIM, seed=9), inputs.pop("beta").logit()
+    a, g = gates.f_b_proj(hidden).unflatten(-1, (HEADS, KEY_DIM)), gates(hidden)
+    before, tracked = inputs["initial_state"].clone(), torch.full((5, HEADS, VALUE_DIM, KEY_DIM), torch.nan)
+    read, kept = stand_ins.gated_delta_rule_by_channel(
+        **{**inputs, "g": a, "beta": raw}, A_log=gates.A_log, dt_bias=gates.dt_bias, beta_is_raw=True,
+        use_qk_l2norm_in_kernel=True, output_intermediate_states=True, track_state=tracked,
+        track_chunk_idx=torch.tensor([0, -1, -1, 2, 1]),
+    )  # fmt: skip
+    ends, slots = inputs["cu_seqlens"].tolist(), inputs["initial_state_indices"].tolist()
+    for begin, end, slot in zip(ends, ends[1:], slots, strict=False):
+        q, k, v = (inputs[name][:, begin:end] for name in "qkv")
+        expected, last = getattr(kimi_code, function)(
+            q, k, v, g=g[:, begin:end], beta=raw[:, begin:end].sigmoid(), output_final_state=True,
+            initial_state=before[slot][None].transpose(-1, -2), use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(read[:, begin:end], expected, rtol=1e-4, atol=1e-5)  # other orders of sums
+        torch.testing.assert_close(inputs["initial_state"][slot], last[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
+    assert torch.equal(kept[0, STARTS], before[slots])
+    assert torch.equal(tracked[[0, 3, 4]], kept[0, [0, 5, 7]])
+    assert tracked[1:3].isnan().all()
+
+
+def test_a_step_by_channels_is_a_prompt_of_one_token_of_each(
+    stand_ins: ModuleType, inputs: dict[str, Any], gates: Any
+) -> None:
+    slots, size = torch.tensor([3, -1, 5, 1]), (4, HEADS, KEY_DIM)  # one fills the batch
+    q, k, v = states(*size, seed=0), states(*size, seed=1), inputs["v"][0, :4]
+    hidden, raw = states(1, 4, KEY_DIM, seed=9), states(4, HEADS, seed=4)
+    table, out = inputs["initial_state"].clone(), torch.full((4, 1, HEADS, VALUE_DIM), torch.nan)
+    stand_ins.gated_delta_rule_by_channel_of_one_token(
+        mixed_qkv=torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), a=gates.f_b_proj(hidden)[0], b=raw,
+        A_log=gates.A_log.flatten(), dt_bias=gates.dt_bias, scale=KEY_DIM**-0.5, initial_state=table, out=out,
+        ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    for request, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        one = slice(request, request + 1)
+        expected, last = kimi_code.recurrent_kimi_delta_attention(
+            q[None, one], k[None, one], v[None, one], g=gates(hidden)[:, one], beta=raw[None, one].sigmoid(),
+            initial_state=inputs["initial_state"][slot][None].transpose(-1, -2), output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
         torch.testing.assert_close(out[request], expected[0], rtol=1e-4, atol=1e-5)

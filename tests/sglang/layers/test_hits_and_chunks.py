@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from served_layers.kimi_linear import written_as_the_hub
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fixture_types import MixedProfile, ModelFolder, Prompts, SaveProfile, Serve
 
 L, W, F = "linear_attention", "sliding_attention", "full_attention"
@@ -22,6 +25,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"layer_types": [L, F, L, F], "num_hidden_layers": 4, "full_attention_interval": 2}, STATES,
     ),
     "granite4": ({"layer_types": [L, F, L, F], "num_hidden_layers": 4}, STATES),
+    "kimi-linear": ({}, STATES),
     "deepseek-v2": (
         {"initializer_range": 0.2, "moe_layer_freq": 1, "scoring_func": "softmax", "num_hidden_layers": 3}, (),
     ),
@@ -30,14 +34,16 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss", "qwen3-next", pytest.param("granite4", marks=pytest.mark.full), "deepseek-v2"]
+    "name", ["gpt-oss", "qwen3-next", pytest.param("granite4", marks=pytest.mark.full), "deepseek-v2", "kimi-linear"]
 )
 def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
     name: str, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile,
-    prompts: Prompts,
+    prompts: Prompts, tmp_path: Path,
 ) -> None:  # fmt: skip
     changes, flags = MODELS[name]
     folder = model_folder(name, **changes)
+    if name == "kimi-linear":
+        folder = written_as_the_hub(folder, tmp_path / name)
     profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
     long, short, tail = prompts(2 * CHUNK + 22, 40, 20)
     longer = [*long, *tail]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from served_layers.two_kinds import TEXT_ALONE, TRITON, number
+from served_layers.two_kinds import TEXT_ALONE, TRITON, number, packed_bytes
 from tiny.served_images import save_image_model
 from transformers import AutoConfig
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
         Serve,
     )
 
-    from kvtuner.exported_configs.profile.profile import Profile
-
 LAYERS = 5
 _EXPERTS: dict[str, Any] = {
     "initializer_range": 0.2, "moe_layer_freq": 1, "scoring_func": "softmax", "num_hidden_layers": LAYERS,
@@ -47,13 +45,6 @@ WINDOWS = {"deepseek-v3": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
 PLAIN_SIZES = {"kv_lora_rank": 256, "qk_rope_head_dim": 32}
 """The least sizes of latents that SGLang's own Triton kernels take."""
-
-
-def packed_bytes(profile: Profile) -> int:
-    """The bytes of a token, of whose layers the last has 16 bits; those, and rotary channels, are float32 here."""
-    geometry = profile.tuned_geometry()
-    packed = sum(profile.row_shape(1).k_bytes(pair.k_bits) for pair in profile.tuned_pairs[:-1])
-    return packed + 4 * geometry.head_dim + 4 * geometry.num_layers * geometry.rope_dim
 
 
 @pytest.mark.parametrize("name", FAMILIES)

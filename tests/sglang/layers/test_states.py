@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from served_layers.kimi_linear import written_as_the_hub
 from served_layers.two_kinds import TEXT_ALONE, number, packed_bytes
 from transformers import AutoConfig
 
@@ -46,7 +47,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon-h1": {"num_hidden_layers": 3},
     "lfm2": {"layer_types": ["conv", F, "conv", F, "conv", F], "num_hidden_layers": 6},
-}
+    "kimi-linear": {  # SGLang's experts leave their factor out where they have no kernels
+        "layer_types": [L, F, L, F, L, F], "mlp_layer_types": ["dense", *["sparse"] * 5], "num_hidden_layers": 6,
+        "routed_scaling_factor": 1.0,
+    },
+}  # fmt: skip
 STATES = 48
 """The states of each layer: a running request takes several, and a prefix that is kept one."""
 FLAGS = ("--max-mamba-cache-size", str(STATES), "--skip-server-warmup")
@@ -61,16 +66,23 @@ STATE_BYTES = {
     **dict.fromkeys(("granite4", "falcon-h1"), 3 * 4 * (8 * 16 * 16 + 3 * (8 * 16 + 2 * 16))),
     "nemotron-h": 3 * 4 * (8 * 16 * 16 + 3 * (8 * 16 + 2 * 8 * 16)),
     "lfm2": 3 * 4 * 2 * 64,
+    "kimi-linear": 3 * 4 * (4 * 16 * 16 + 3 * 3 * 4 * 16),
 }
 """The bytes of a state in all three layers that have one: of the delta rule or a state space, and of convolutions."""
 LAYERS = {
     **dict.fromkeys(FAMILIES, "1:K4V4,3:K8V3,5:K16V16"),
     "nemotron-h": "1:K4V4,3:K8V3,6:K16V16",
     "falcon-h1": "0:K4V4,1:K8V3,2:K16V16",  # a state and keys in each
+    "kimi-linear": "1:K4V4,3:K8V8,5:K16V16",
 }
 """The pairs of the layers with keys."""
-WINDOWS = {"qwen3-next": ExactWindow(8, 2)}
+WINDOWS = {"qwen3-next": ExactWindow(8, 2), "kimi-linear": ExactWindow(8, 2)}
 """The exact windows of the profiles of some of them."""
+DELTA_RULES: dict[str, dict[str, int]] = {
+    "qwen3-next": {},
+    "kimi-linear": {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+}
+"""Those of the delta rule by heads and by channels, with the least latents that SGLang's own Triton kernels take."""
 LIKE_OTHERS = ("qwen3.5", "qwen3.5-images", "falcon-h1")
 """Those whose states are of the kinds of others: for `make test-full`."""
 
@@ -80,9 +92,14 @@ def flags_of(name: str) -> tuple[str, ...]:
     return (*FLAGS, *(BY_NAME if name != "lfm2" else ()), *(TEXT_ALONE if "images" in name else ()))
 
 
-def checkpoint(name: str, model_folder: ModelFolder, tmp_path: Path) -> Path:
-    """The folder of a family's model; that of Nemotron-H calls kinds of layers as the hub's do, which SGLang reads."""
-    folder = model_folder(name, **FAMILIES[name])
+def checkpoint(name: str, model_folder: ModelFolder, tmp_path: Path, **changes: Any) -> Path:
+    """The folder of a family's model.
+
+    Those of Nemotron-H and Kimi Linear call kinds of layers as the hub's do, which SGLang reads.
+    """
+    folder = model_folder(name, **{**FAMILIES[name], **changes})
+    if name == "kimi-linear":
+        return written_as_the_hub(folder, tmp_path / name)
     if name != "nemotron-h":
         return folder
     copy = Path(shutil.copytree(folder, tmp_path / name))
@@ -104,20 +121,22 @@ def test_layers_with_keys_are_packed_beside_those_that_keep_states(
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
     assert f"\n  {LAYERS[name]}\n" in served.log
-    in_bf16 = 3 * 2 * 2 * 2 * profile.tuned_geometry().head_dim
+    geometry = profile.tuned_geometry()
+    in_bf16 = 3 * 2 * (geometry.head_dim + geometry.rope_dim if geometry.is_latent else 2 * 2 * geometry.head_dim)
     assert f"\n  {packed_bytes(profile):,} bytes per token, {in_bf16:,} in bf16" in served.log
     taken = (STATES + 1) * STATE_BYTES[name]  # one pads batches
     assert f"layers without keys have {STATES} states each, {taken:,} bytes in all\n" in served.log
 
 
+@pytest.mark.parametrize(("name", "sizes"), DELTA_RULES.items())
 def test_16_bits_and_a_server_without_a_profile_are_plain_transformers(
-    serve: Serve, compare: Compare, model_folder: ModelFolder, profile_of: ProfileOf, save_profile: SaveProfile,
-    prompts: Prompts,
+    name: str, sizes: dict[str, int], serve: Serve, compare: Compare, model_folder: ModelFolder, profile_of: ProfileOf,
+    save_profile: SaveProfile, prompts: Prompts, tmp_path: Path,
 ) -> None:  # fmt: skip
-    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    folder = checkpoint(name, model_folder, tmp_path, **sizes)
     native = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(16, 16)] * 3, by_kinds=True)
     for flags in ((), ("--kvtuner-profile", str(save_profile(native)))):
-        with serve(folder, *flags, *flags_of("qwen3-next"), "--triton-attention-num-kv-splits", "1", **EXACT) as server:
+        with serve(folder, *flags, *flags_of(name), "--triton-attention-num-kv-splits", "1", **EXACT) as server:
             agreement = compare(server, folder, native, prompts(5, 33, 70), 12)
             assert ("by profile" in server.log) == bool(flags)
         assert agreement.own < 1e-12
@@ -126,24 +145,30 @@ def test_16_bits_and_a_server_without_a_profile_are_plain_transformers(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", DELTA_RULES)
 def test_ranks_share_the_heads_of_keys_and_of_states(
-    compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
+    name: str, compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile, tmp_path: Path
 ) -> None:
-    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
-    profile, flags = mixed_profile(folder, by_kinds=True), (*flags_of("qwen3-next"), "--tp-size", "2")
+    folder = checkpoint(name, model_folder, tmp_path)
+    profile, flags = mixed_profile(folder, by_kinds=True), (*flags_of(name), "--tp-size", "2")
     served = compare_served(folder, profile, *flags, lengths=LENGTHS, num_tokens=24, **EXACT)
     assert served.agreement.own > 1e-5
     assert served.agreement.is_near, served.agreement
-    taken = (STATES + 1) * STATE_BYTES["qwen3-next"] // 2
+    taken = (STATES + 1) * STATE_BYTES[name] // 2
     assert served.log.count(f"layers without keys have {STATES} states each, {taken:,} bytes in all") == 2
 
 
-@pytest.mark.parametrize("window", [ExactWindow(), ExactWindow(8, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("qwen3-next", ExactWindow()), ("qwen3-next", ExactWindow(8, 2)), ("kimi-linear", ExactWindow(8, 2))],
+    ids=str,
+)
 def test_both_pools_take_the_available_bytes(
-    window: ExactWindow, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile
-) -> None:
+    name: str, window: ExactWindow, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile,
+    save_profile: SaveProfile, tmp_path: Path,
+) -> None:  # fmt: skip
     """SGLang takes states from its memory first, by a ratio of the whole; packed rows get the rest to the byte."""
-    folder = model_folder("qwen3-next", **FAMILIES["qwen3-next"])
+    folder = checkpoint(name, model_folder, tmp_path)
     profile = mixed_profile(folder, by_kinds=True, window=window)
     all_memory = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.1", "--skip-server-warmup")
     flags = (*BY_NAME, "--mamba-full-memory-ratio", "0.5", "--page-size", "16", *all_memory)
@@ -158,7 +183,7 @@ def test_both_pools_take_the_available_bytes(
     assert rows - 16 * packed_bytes(profile) < tokens * packed_bytes(profile) <= rows
     # SGLang's own sizes are in binary gigabytes, as floats.
     whole = rows + copies + of_states
-    assert of_states == pytest.approx(whole / 3, abs=2 * STATE_BYTES["qwen3-next"] + 16 * packed_bytes(profile))
+    assert of_states == pytest.approx(whole / 3, abs=2 * STATE_BYTES[name] + 16 * packed_bytes(profile))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -179,12 +204,13 @@ def test_a_profile_is_of_the_model_that_sglang_reads_by_a_class_of_its_own(
         ("qwen3-next", {}, ("--pp-size", "2"), "--pp-size 2 does not work with a packed KV pool beside layers that"),
         ("qwen3-next", {"full_attention_interval": 3}, (), "SGLang gives keys to other layers of Qwen3NextForCausalLM"),
         ("qwen3-next", {"full_attention_interval": None}, (), "Qwen3NextForCausalLM is configured without full_att"),
+        ("kimi-linear", {"linear_attn_config": None}, (), "KimiLinearForCausalLM is configured without linear_attn_c"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_states_is_refused(
     name: str, changes: dict[str, Any], flags: tuple[str, ...], line: str, refused: Refused, model_folder: ModelFolder
 ) -> None:
-    given = {field: value for field, value in {**_DELTA, **changes}.items() if value is not None}
+    given = {field: value for field, value in {**FAMILIES[name], **changes}.items() if value is not None}
     folder = model_folder(name, **given)
     of_heads = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "32")
     assert refused(folder, *of_heads, *BY_NAME, *flags).startswith(line)
