@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from gpu_parts import baselines
+from gpu_parts.checks.latent_checks import LatentCase, check_latents, latent_cases
+from gpu_parts.checks.oracle import error_of, exact, miswritten, replayed, share_that_differs, starts_of
 from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
 from gpu_parts.prefill import attended_in_turn
@@ -24,8 +26,6 @@ from kvtuner.precision import (
     SHORT_WORD_BITS,
     Fit,
     PrecisionPair,
-    used_word_bits,
-    words_offset,
 )
 from kvtuner.runtime_loader.joined_chunk import JoinedChunk
 from kvtuner.runtime_loader.kernels import launch
@@ -172,16 +172,12 @@ def check(case: Case, device: str) -> float:
     attention = TritonAttention(machine.device)
     attention.store(*layer, slots, k, v)
     if case.what == "store":
-        return max(_miswritten(side, slots, x) for side, x in zip(layer, (k, v), strict=True))
+        return max(miswritten(side, slots, x) for side, x in zip(layer, (k, v), strict=True))
     if case.what == "read":
         return max(_misread(machine, side, slots) for side in layer)
     if case.what in ("extend", "prefill"):
         return _extend_error(case, machine, attention, layer, slots)
     return _decode_error(case, machine, attention, layer, slots)
-
-
-def _starts(counts: tuple[int, ...], machine: Machine) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=machine.device)
 
 
 def _extend_error(case: Case, machine: Machine, attention: TritonAttention, layer: Layer, slots: Tensor) -> float:
@@ -192,7 +188,7 @@ def _extend_error(case: Case, machine: Machine, attention: TritonAttention, laye
     )
     scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
     read_as = torch.float32
-    bounds = ExtendBounds(_starts(case.fresh, machine), _starts(case.lengths, machine), slots, max(case.fresh))
+    bounds = ExtendBounds(starts_of(case.fresh, machine), starts_of(case.lengths, machine), slots, max(case.fresh))
     if case.what == "prefill":
         chunk = JoinedChunk.of(bounds, len(q))
         read_as = machine.dtype
@@ -208,11 +204,11 @@ def _extend_error(case: Case, machine: Machine, attention: TritonAttention, laye
 
 
 def _decode_error(case: Case, machine: Machine, attention: TritonAttention, layer: Layer, slots: Tensor) -> float:
-    shape, indptr = case.shape, _starts(case.lengths, machine)
+    shape, indptr = case.shape, starts_of(case.lengths, machine)
     scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
     q = states(machine, len(case.lengths), shape.num_heads, shape.head_dim, 3)
     if case.what == "graph":
-        output = _replayed(machine, attention, q, layer, indptr, slots, scores)
+        output = replayed(machine, attention, q, layer, indptr, slots, scores)
     elif case.what == "baseline":
         output = baselines.by_dequantizing(machine, shape, *layer, len(q))(q, indptr, slots)
     elif case.num_splits is None:
@@ -227,12 +223,17 @@ def _decode_error(case: Case, machine: Machine, attention: TritonAttention, laye
 
 def run(machine: Machine) -> list[dict[str, Any]]:
     """Check all cases, several at once, as most of the time is the compiler's; a case that cannot run has failed."""
-    listed = cases(smoke=machine.smoke)
+    listed: list[Case | LatentCase] = [*cases(smoke=machine.smoke), *latent_cases(smoke=machine.smoke)]
     deadline = time.monotonic() + LIMIT_S
     context = multiprocessing.get_context("spawn")
     rows = []
     pool = concurrent.futures.ProcessPoolExecutor(1 if machine.smoke else PROCESSES, mp_context=context)
-    futures = [pool.submit(check, case, str(machine.device)) for case in listed]
+    futures = [
+        pool.submit(check_latents, case, str(machine.device))
+        if isinstance(case, LatentCase)
+        else pool.submit(check, case, str(machine.device))
+        for case in listed
+    ]
     for case, future in zip(listed, futures, strict=True):
         row: dict[str, Any] = {"case": case.name, "error": math.nan, "limit": case.limit, "passed": False}
         try:
@@ -257,76 +258,8 @@ def _put_special_groups(*tensors: Tensor) -> None:
         x[6] = x[6, 0, 0]
 
 
-def _share_that_differs(actual: Tensor, expected: Tensor) -> float:
-    """The share of tokens that are not equal to the bit; NaN equals NaN."""
-    actual, expected = actual.cpu(), expected.cpu()
-    return (~torch.isclose(actual, expected, rtol=0, atol=0, equal_nan=True)).any(1).double().mean().item()
-
-
-def _miswritten(side: PackedRows, slots: Tensor, x: Tensor) -> float:
-    row = side.format
-    written, expected = side.rows[slots].flatten(1), row.pack(x.cpu()).flatten(1)
-    if row.spec is not None:  # the padding behind codes and scales is nobody's
-        num_words = row.num_heads * row.head_dim // (row.spec.group_size or row.head_dim)
-        word_bits = used_word_bits(row.bits, row.spec.word_bits)
-        used = words_offset(row.num_heads, row.head_dim, row.bits, word_bits) + word_bits // 8 * num_words
-        written, expected = written[:, :used], expected[:, :used]
-    return _share_that_differs(written, expected)
-
-
 def _misread(machine: Machine, side: PackedRows, slots: Tensor) -> float:
     out = torch.full((len(slots), *side.shape[1:]), torch.inf, device=machine.device, dtype=machine.dtype)
     launch.read(KernelSide.of(side), slots, torch.tensor([len(slots)], device=machine.device), out)
     expected = side.format.unpack(side.rows[slots].cpu(), torch.float32).to(machine.dtype)
-    return _share_that_differs(out.flatten(1), expected.flatten(1))
-
-
-def exact(
-    q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor, lengths: tuple[int, ...], scores: ScoreScaling,
-    fresh: tuple[tuple[int, ...], Tensor, Tensor] | None = None, read_as: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
-    """Causal attention in float64 over the rows as they are read back, rounded to `read_as`, and over new tokens."""
-    k, v = (side.read(slots, torch.float32).to(read_as).double() for side in (keys, values))
-    counts = (1,) * len(lengths) if fresh is None else fresh[0]
-    outputs, first, begin = [], 0, 0
-    for length, count in zip(lengths, counts, strict=True):
-        k_of, v_of = k[first : first + length], v[first : first + length]
-        if fresh is not None:
-            k_of = torch.cat((k_of, fresh[1][begin : begin + count].double()))
-            v_of = torch.cat((v_of, fresh[2][begin : begin + count].double()))
-        gqa = q.shape[1] // k.shape[1]
-        products = torch.einsum("qhd,khd->hqk", q[begin : begin + count].double(), k_of.repeat_interleave(gqa, 1))
-        hidden = torch.ones(products.shape[1:], dtype=torch.bool, device=q.device).triu(1 + len(k_of) - count)
-        weights = scores(products).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)  # of no token: zeros
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, v_of.repeat_interleave(gqa, 1)))
-        first, begin = first + length, begin + count
-    return torch.cat(outputs)
-
-
-def _replayed(
-    machine: Machine, attention: TritonAttention, q: Tensor, layer: Layer, indptr: Tensor, slots: Tensor,
-    scores: ScoreScaling,
-) -> Tensor:  # fmt: skip
-    """The output of a graph that was captured with requests of one token and is replayed with the real ones."""
-    attention.prepare([layer], q.shape[1], len(q))
-    if machine.smoke:
-        return attention.decode(q, *layer, indptr, slots, scores)
-    q_in, slots_in = torch.zeros_like(q), slots.clone()
-    indptr_in = torch.arange(len(indptr), dtype=torch.int32, device=machine.device)
-    attention.decode(q_in, *layer, indptr_in, slots_in, scores)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention.decode(q_in, *layer, indptr_in, slots_in, scores)
-    q_in.copy_(q)
-    indptr_in.copy_(indptr)
-    slots_in.copy_(slots)
-    graph.replay()
-    torch.cuda.synchronize()
-    return out
-
-
-def error_of(actual: Tensor, expected: Tensor) -> float:
-    """The largest error of a query's head as a share of its norm; where there is NaN it is NaN, within no limit."""
-    difference, size = (actual.double() - expected).norm(dim=-1), expected.norm(dim=-1)
-    return torch.where(size > 0, difference / size.clamp(min=1e-30), difference).max().item()
+    return share_that_differs(out.flatten(1), expected.flatten(1))

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 import gpu as gpu_command  # noqa: E402
 from gpu_parts import correct, results_page, speed  # noqa: E402
+from gpu_parts.checks import oracle  # noqa: E402
 from gpu_parts.machine import Machine  # noqa: E402
 from gpu_parts.pools import HeadShape  # noqa: E402
 
@@ -54,7 +55,7 @@ def test_a_smoke_run_checks_and_times_everything(
     assert gpu_command.main() == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert all(results[name] for name in sections)
-    operations = {"store", "read", "decode", "extend", "prefill", "graph"}
+    operations = {"store", "read", "decode", "extend", "prefill", "graph", "prefix"}
     assert {row["case"].split()[0] for row in results["correct"]} == operations
     assert all(row["passed"] for row in results["correct"])
     for name in sections[1:]:
@@ -124,11 +125,11 @@ def test_an_error_is_that_of_the_worst_head() -> None:
     wanted = torch.randn(4, 2, 64, generator=generator).double()
     wanted[0] *= 1000  # a request whose size hides the others'
     found = wanted.clone()
-    assert correct.error_of(found, wanted) == 0
+    assert oracle.error_of(found, wanted) == 0
     found[3, 1] *= 1.02
-    assert correct.error_of(found, wanted) == pytest.approx(0.02)
+    assert oracle.error_of(found, wanted) == pytest.approx(0.02)
     found[2, 0, 0] = torch.nan
-    assert not correct.error_of(found, wanted) <= 1e9
+    assert not oracle.error_of(found, wanted) <= 1e9
 
 
 def test_a_case_that_fails_or_cannot_run_is_said_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +137,7 @@ def test_a_case_that_fails_or_cannot_run_is_said_and_the_others_are_checked(monk
     good = correct.Case("decode", pair, shape, lengths=(20, 1))
     impossible = correct.Case("decode", pair, HeadShape("", 1, 2, 6), lengths=(20, 1))
     monkeypatch.setattr(correct, "cases", lambda smoke: [impossible, good])
+    monkeypatch.setattr(correct, "latent_cases", lambda smoke: [])
     bad, fine = correct.run(Machine(torch.device("cpu"), torch.float16))
     assert fine["passed"]
     assert not bad["passed"]

@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from gpu_parts import correct
+from gpu_parts.checks import oracle
 from gpu_parts.machine import Machine
 from gpu_parts.pools import empty_layer, keys_and_values, states
 
@@ -32,6 +33,6 @@ def test_prefixes_that_are_read_back_are_compared_as_they_are_rounded(pair: str,
         states(machine, sum(case.fresh), count, case.shape.head_dim, seed) for seed, count in enumerate(heads, 3)
     )
     given = (q, *layer, slots, case.lengths, ScoreScaling(case.shape.head_dim**-0.5), (case.fresh, *fresh))
-    stored, rounded = correct.exact(*given), correct.exact(*given, machine.dtype)
-    assert 0 < correct.error_of(rounded, stored) < 2 * case.limit
-    assert (correct.error_of(rounded, stored) > case.limit) == is_beyond
+    stored, rounded = oracle.exact(*given), oracle.exact(*given, machine.dtype)
+    assert 0 < oracle.error_of(rounded, stored) < 2 * case.limit
+    assert (oracle.error_of(rounded, stored) > case.limit) == is_beyond

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from gpu_parts import baselines, prefill  # noqa: E402
-from gpu_parts.correct import error_of, exact  # noqa: E402
+from gpu_parts.checks.oracle import error_of, exact  # noqa: E402
 from gpu_parts.flash_rivals import PREFILL_RIVALS, by_flash, flash_kernel, prefill_by_flashinfer  # noqa: E402
 from gpu_parts.machine import FEWEST_REPLAYS, REPLAYS, Machine, replays_of  # noqa: E402
 from gpu_parts.pools import TINY, filled  # noqa: E402
