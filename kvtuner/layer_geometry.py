@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from kvtuner.errors import GeometryError
@@ -67,6 +67,8 @@ class LayerGeometry:
 
     Attributes:
         rope_dim: The rotary channels beside a latent, which stay in the served dtype.
+        index_dim: The channels of the keys of an index beside a latent, by which queries select the tokens that they
+            read; they stay in the served dtype, and count apart from the cache.
     """
 
     kind: LayerKind
@@ -75,6 +77,7 @@ class LayerGeometry:
     head_dim: int = 0
     v_head_dim: int = 0
     rope_dim: int = 0
+    index_dim: int = 0
 
     def __post_init__(self) -> None:
         kind, counts = self.kind, self.counts()
@@ -84,7 +87,7 @@ class LayerGeometry:
             return
         is_latent = kind.name == "latent"
         for name, value in counts.items():
-            can_be_zero = name == "rope_dim" or (is_latent and name == "v_head_dim")
+            can_be_zero = name in ("rope_dim", "index_dim") or (is_latent and name == "v_head_dim")
             if value < (0 if can_be_zero else 1):
                 rule = "be at least 0" if can_be_zero else "be positive"
                 raise GeometryError(f"{name} must {rule}, but is {value}")
@@ -93,8 +96,9 @@ class LayerGeometry:
                 "a latent is one key head without values: num_kv_heads must be 1 and v_head_dim 0, but they are"
                 f" {self.num_kv_heads} and {self.v_head_dim}"
             )
-        if not is_latent and self.rope_dim:
-            raise GeometryError(f"only a latent has rotary channels beside it, but kind {kind} has {self.rope_dim=}")
+        for name, what in (("rope_dim", "rotary channels"), ("index_dim", "keys of an index")):
+            if not is_latent and counts[name]:
+                raise GeometryError(f"only a latent has {what} beside it, but kind {kind} has {name}={counts[name]}")
         if self.num_attention_heads % self.num_kv_heads:
             raise GeometryError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
@@ -104,10 +108,19 @@ class LayerGeometry:
         """The fields besides the kind."""
         return {name: value for name, value in asdict(self).items() if name != "kind"}
 
+    def model_counts(self) -> dict[str, int]:
+        """The fields that a `ModelGeometry` has of its layers: those of the cache alone."""
+        return {name: value for name, value in self.counts().items() if name != "index_dim"}
+
     @property
     def num_elements(self) -> int:
         """The numbers that are cached of one token."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) + self.rope_dim
+
+    @property
+    def index_bytes(self) -> int:
+        """The bytes of one token's key of the index, unquantized, on each rank: it has one head."""
+        return NATIVE_BITS // 8 * self.index_dim
 
     def native_bytes(self, tp_size: int = 1) -> int:
         """The bytes of one unquantized token on a rank; errors are those of `row_shape`."""
@@ -180,9 +193,15 @@ class CacheGeometry:
     def tuned(self) -> ModelGeometry:
         """The geometry of the layers that read all tokens, full ones or latents, whose precision is chosen.
 
+        Some of them may have an index, and others none.
+
         `GeometryError` where there are none, or not alike.
         """
-        tuned = {layer_id: layer for layer_id, layer in enumerate(self.layers) if layer.kind.name in _TUNED}
+        tuned = {
+            layer_id: replace(layer, index_dim=0)
+            for layer_id, layer in enumerate(self.layers)
+            if layer.kind.name in _TUNED
+        }
         if not tuned:
             kinds = ", ".join(dict.fromkeys(str(layer.kind) for layer in self.layers))
             raise GeometryError(f"no layer reads all tokens: their kinds are {kinds}, and only full layers are tuned")
@@ -194,7 +213,7 @@ class CacheGeometry:
                     " only models whose full layers are alike are tuned; run this one with its own cache"
                 )
         ids = None if len(tuned) == len(self.layers) else tuple(tuned)
-        return ModelGeometry(len(tuned), **first.counts(), layer_ids=ids)
+        return ModelGeometry(len(tuned), **first.model_counts(), layer_ids=ids)
 
     def window_bytes(self, context_length: int, tp_size: int = 1) -> int:
         """The bytes of one request's layers with windows on one rank: unquantized, of their windows' tokens alone.
@@ -207,6 +226,10 @@ class CacheGeometry:
                 assert layer.kind.number is not None
                 total += min(layer.kind.number, context_length) * layer.native_bytes(tp_size)
         return total
+
+    def index_bytes(self) -> int:
+        """The bytes of one token's keys of all indexes, unquantized, on each rank."""
+        return sum(layer.index_bytes for layer in self.layers)
 
     def usual(self) -> LayerGeometry:
         """The most frequent geometry of the layers that own a cache, the first among equals."""
@@ -224,4 +247,4 @@ class CacheGeometry:
                     " served and converted so far: show, sign and share this profile, or run the model with its own"
                     " cache"
                 )
-        return ModelGeometry(len(self.layers), **first.counts(), layer_ids=None)
+        return ModelGeometry(len(self.layers), **first.model_counts(), layer_ids=None)

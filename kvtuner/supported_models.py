@@ -36,12 +36,18 @@ _WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "
 """What the layers of these types have their window from."""
 SINKS: Final = "s_aux"
 """The argument that transformers gives attention sinks in: a score of each query head, which no token has."""
+INDICES: Final = "indices"
+"""The argument that transformers gives the tokens in that an index selects for each query."""
 _OTHER_ATTENTION: Final = {
     SINKS: "attention sinks",
-    **{name: name for name in ("position_bias", "head_mask", "sinks", "indices", "block_indices")},
+    **{name: name for name in ("position_bias", "head_mask", "sinks", INDICES, "block_indices")},
 }
 """What arguments of some models' attention are, which change its result."""
 _ATTENTION: Final = ("full_attention", "attention")
+_INDEXED: Final = "indexed_attention"
+"""The name of layers that read the tokens that an index selects."""
+_POOLED: Final = "index_kpool"
+"""The tokens that an index selects together, which only some have: their layers make masks of their own."""
 _STATES: Final = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """The names of layers without keys: those with a state of another kind, and those with none."""
 _WITHOUT_STATES: Final = ("moe", "mlp")
@@ -132,6 +138,11 @@ def has_states(config: ConfigLike) -> bool:
     return any(kind in _STATES or kind in _BESIDE_STATES for kind in kinds)
 
 
+def has_indexes(config: ConfigLike) -> bool:
+    """Whether some layer's queries read the tokens that an index selects."""
+    return _INDEXED in layer_kinds(config.get_text_config(decoder=True))
+
+
 def num_state_layers(config: ConfigLike) -> int:
     """The layers that keep a state of each request, beside keys or without any."""
     kinds = layer_kinds(config.get_text_config(decoder=True))
@@ -183,6 +194,10 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
         kind = types[min(layer_id, len(types) - 1)]
         if kind == "chunked_attention" and layer.kind != LayerKind():
             raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, which reads its chunk alone"))
+        if layer.index_dim:
+            raise UnsupportedModelError(
+                _not_served(name, f"{kind} in layer {layer_id}, whose queries read the tokens that an index selects")
+            )
     return geometry
 
 
@@ -196,6 +211,8 @@ def _kind(text: Any, name: str, layer_id: int, layer_type: str, longest: int | N
         return LayerKind("latent" if getattr(text, _LATENT, None) else "full")
     if layer_type in _STATES:
         return LayerKind("none")
+    if layer_type == _INDEXED and getattr(text, _LATENT, None) and not getattr(text, _POOLED, None):
+        return LayerKind("latent")
     window = None if getattr(text, _LATENT, None) else _window(text, layer_id, layer_type)
     if isinstance(window, int) and window > 0:
         return LayerKind() if longest and window >= longest else LayerKind("window", window)
@@ -229,12 +246,19 @@ def _layer(text: Any, layer_id: int, kind: LayerKind) -> LayerGeometry:
     if not kind.owns_cache:
         return LayerGeometry(kind)
     if kind.name == "latent":
-        return LayerGeometry(kind, *read_latent(text))
+        return LayerGeometry(kind, *read_latent(text), index_dim=_index_dim(text, layer_id))
     if kind.name != "window":
         return LayerGeometry(kind, *read_heads(text, layer_id))
     num_heads, num_kv_heads, *channels = read_heads(text, layer_id, "swa_")
     is_doubled = getattr(text, "model_type", None) in _TWICE_IN_WINDOWS and not hasattr(text, "swa_num_key_value_heads")
     return LayerGeometry(kind, num_heads, 2 * num_kv_heads if is_doubled else num_kv_heads, *channels)
+
+
+def _index_dim(text: Any, layer_id: int) -> int:
+    """The channels of the keys of a layer's index; 0 where it has none, or reads by that of a layer before it."""
+    is_indexed = layer_kinds(text)[layer_id if len(layer_kinds(text)) > 1 else 0] == _INDEXED
+    types = getattr(text, "indexer_types", None)
+    return text.index_head_dim if is_indexed and (types is None or types[layer_id] == "full") else 0
 
 
 def _refuse_no_full_layer(text: Any, name: str, types: list[str], longest: int | None) -> None:

@@ -64,6 +64,11 @@ def _check_kinds(profile: Profile, whole: CacheGeometry, cache: CacheGeometry) -
                 f"layer {layer_id} has kind {own.kind} in the profile of {profile.model.id}, but {other.kind} in this"
                 " model and context; use a profile that was searched for them"
             )
+        if own.index_dim != other.index_dim:
+            raise ProfileError(
+                f"layer {layer_id} has an index of keys of {own.index_dim} channels in the profile of"
+                f" {profile.model.id}, but of {other.index_dim} in this model; use a profile that was searched for it"
+            )
 
 
 def check_served_model(

@@ -20,7 +20,8 @@ class KVTunerStateLayer(LinearAttentionLayer, KVTunerLayer):  # type: ignore[ove
     def __init__(self, packed: KVTunerLayer, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         CacheLayerMixin.__init__(self)
-        self.k, self.v, self.window, self.is_latent = packed.k, packed.v, packed.window, packed.is_latent
+        self.k, self.v, self.index_keys = packed.k, packed.v, packed.index_keys
+        self.window, self.is_latent = packed.window, packed.is_latent
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Check keys and values as `KVTunerLayer` does, or take memory for states, which are given by name."""

@@ -40,7 +40,7 @@ class KVTunerCache(Cache):
     """Packed keys and values of a model's full layers, with an explicit read plan; other layers have their own cache.
 
     A latent is packed as transformers gives it, and expanded by the model once it is read back; its rotary channels
-    keep their dtype.
+    keep their dtype, as do the keys of an index that selects the tokens to read.
 
     Read plans say what a chunk of tokens reads; earlier chunks are always read from their rows:
       - ``decode``: the first chunk is exact within itself (a prompt prefilled at once); every later one, of
@@ -195,8 +195,13 @@ class KVTunerCache(Cache):
         return sum(side.copies.stored_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
 
     @property
+    def index_bytes(self) -> int:
+        """Bytes of the keys of indexes beside the rows, all layers."""
+        return sum(layer.index_keys.stored_bytes for layer in self._packed_layers)
+
+    @property
     def allocated_bytes(self) -> int:
-        """Bytes of the buffers, all layers: up to a quarter (or 16 tokens) over the most ever stored."""
+        """Bytes of the rows' buffers, all layers: up to a quarter (or 16 tokens) over the most ever stored."""
         return sum(side.buffer.allocated_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
 
     def update(

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair
-from kvtuner.runtime_loader.packed_layer import packed_side
+from kvtuner.runtime_loader.packed_layer import PackedSide, TokenBuffer, packed_side
 from kvtuner.runtime_loader.rows_in_place import StoredChunk
 from kvtuner.runtime_loader.window_attention import num_copies as copies_of_chunk
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class KVTunerLayer(CacheLayerMixin):
-    """One layer of a `KVTunerCache`: its stored keys `k` and values `v`."""
+    """One layer of a `KVTunerCache`: its stored keys `k` and values `v`, and of some latents the keys of an index.
+
+    An index is read whole for every query, in the dtype that it comes in.
+    """
 
     # `keys` and `values`, which some code reads off other caches, stay None: nothing may take rows for keys.
     is_sliding = False
@@ -31,6 +34,7 @@ class KVTunerLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         self.k = packed_side(layer_format.k, window)
         self.v = packed_side(layer_format.v, window, layer_format.k.token_group)
+        self.index_keys = TokenBuffer()
         self.window = window
         self.is_latent = layer_format.is_latent
 
@@ -60,6 +64,13 @@ class KVTunerLayer(CacheLayerMixin):
         exact = read_plan == "hit" or (read_plan == "decode" and is_first)
         keys = self.k.extend(key_states, fresh_is_exact=exact, num_copies=num_copies)
         return keys, self.v.extend(value_states, fresh_is_exact=exact, num_copies=num_copies)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store a chunk's keys of the layer's index, [batch, tokens, channels], and return those of all tokens."""
+        self.index_keys.append(indexer_key_states)
+        keys = self.index_keys.rows
+        assert keys is not None
+        return keys
 
     def store(
         self, attention: PackedAttention, key_states: Tensor, value_states: Tensor, read_plan: ReadPlanName
@@ -94,10 +105,15 @@ class KVTunerLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # as early releases of transformers 5 call it
 
+    @property
+    def _parts(self) -> tuple[PackedSide, PackedSide, TokenBuffer]:
+        """All that grows with tokens."""
+        return self.k, self.v, self.index_keys
+
     def reset(self) -> None:
         """Forget everything and free the memory."""
-        self.k.clear()
-        self.v.clear()
+        for part in self._parts:
+            part.clear()
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -105,8 +121,8 @@ class KVTunerLayer(CacheLayerMixin):
         # In early releases of transformers 5 a positive one is the number of tokens to keep.
         rest = max(0, self.get_seq_length() + tokens_to_remove)
         kept = tokens_to_remove if tokens_to_remove > 0 else rest
-        self.k.truncate(kept)
-        self.v.truncate(kept)
+        for part in self._parts:
+            part.truncate(kept)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let beam i continue what beam `beam_idx[i]` stored."""
@@ -114,8 +130,8 @@ class KVTunerLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        self.k.take(indices)
-        self.v.take(indices)
+        for part in self._parts:
+            part.take(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch."""

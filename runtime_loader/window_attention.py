@@ -2,25 +2,26 @@
 
 A chunk of several tokens reads near tokens exactly and the others from rows, and which those are differs by token. So a
 cache gives attention both, ``[copies of the newest tokens | all tokens as rows give them back]``, and the mask decides.
-A negative offset of keys says how many copies there are. Registered with AttentionInterface and AttentionMaskInterface,
-so no model code is patched.
+A negative offset of keys says how many copies there are. An index that selects the tokens to read scores each of them
+once, and is given a mask without copies. Registered with AttentionInterface and AttentionMaskInterface, so no model
+code is patched.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvtuner.supported_models import SINKS, refuse_other_attention
+from kvtuner.supported_models import INDICES, SINKS, has_indexes, refuse_other_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -44,10 +45,38 @@ def num_copies(num_queries: int, residual_length: int) -> int:
     return residual_length - 1 + num_queries
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexedMask:
+    """The mask of queries that read copies too, [batch, 1, queries, kv_length]; an index reads its mask of tokens.
+
+    Attributes:
+        read: The mask by which each token is read once.
+        tokens: The mask of tokens without copies, [batch, 1, queries, tokens].
+    """
+
+    read: Tensor
+    tokens: Tensor
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.tokens[place]
+
+    def of_selected(self, indices: Tensor) -> Tensor:
+        """The mask by which queries read, once, those of the tokens [batch, queries, selected] that an index gives."""
+        num_tokens = self.tokens.shape[-1]
+        selected = self.tokens.new_zeros(*indices.shape[:2], num_tokens).scatter_(-1, indices.long(), True)
+        tokens = torch.arange(num_tokens - self.read.shape[-1], num_tokens, device=indices.device)
+        tokens = torch.where(tokens < 0, tokens + num_tokens, tokens)
+        return selected[..., tokens.clamp(min=0)].unsqueeze(1) & self.read
+
+
 def _mask(
     *, kv_length: int, kv_offset: int, mask_function: MaskFunction, attention_mask: Tensor | None, **rest: Any
-) -> Tensor | None:
+) -> Tensor | IndexedMask | None:
     """The mask [batch, 1, queries, kv_length] of transformers' own function, by which each token is read once."""
+    tokens = None
+    if kv_offset < 0 and has_indexes(rest["config"]):
+        plain = rest | {"kv_length": kv_length + kv_offset, "kv_offset": 0, "attention_mask": attention_mask}
+        tokens = sdpa_mask(**plain, mask_function=mask_function)
     if kv_offset < 0:
         # Early releases of transformers 5 give the positions of the queries.
         num_queries = rest["q_length"] if "q_length" in rest else len(rest["cache_position"])
@@ -56,7 +85,7 @@ def _mask(
         attention_mask = None
     rest |= {"kv_length": kv_length, "kv_offset": kv_offset, "allow_is_causal_skip": False}
     mask: Tensor | None = sdpa_mask(**rest, mask_function=mask_function, attention_mask=attention_mask)
-    return mask
+    return mask if mask is None or tokens is None else IndexedMask(mask, tokens)
 
 
 def _with_padding(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
@@ -83,12 +112,16 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | IndexedMask | None,
     scaling: float | None = None,
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    sinks = rest.pop(SINKS, None)
+    sinks, indices = rest.pop(SINKS, None), rest.pop(INDICES, None)
+    if indices is not None and isinstance(attention_mask, Tensor):  # no copies: tokens alone
+        attention_mask = IndexedMask(attention_mask, attention_mask)
+    if isinstance(attention_mask, IndexedMask):
+        attention_mask = attention_mask.of_selected(indices)
     refuse_other_attention(f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})", rest)
     if softcap is None and sinks is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)[0]

@@ -114,7 +114,7 @@ class Budget:
     ) -> Constraint:
         """The budget as a constraint on a model on tp_size x pp_size ranks; every pipeline stage keeps it.
 
-        Memory for requests also holds the windows of `others`, all layers of the model.
+        Memory for requests also holds the windows and the keys of indexes of `others`, all layers of the model.
 
         Raises:
             BudgetError: Below the smallest configuration; says the smallest budget possible.
@@ -125,7 +125,7 @@ class Budget:
         stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))
         beside = 0
         if others is not None and self.request_tokens is not None:
-            beside = others.window_bytes(self.request_tokens, tp_size)
+            beside = others.window_bytes(self.request_tokens, tp_size) + self.request_tokens * others.index_bytes()
         constraint = Constraint(self, shape, stages, window, beside)
         if not constraint.is_met([SMALLEST_PAIR] * geometry.num_layers):
             raise BudgetError(
@@ -141,17 +141,18 @@ class Constraint:
 
     The unit is stored bytes of one token on one rank, whose rows have `shape`; for mean_bits, payload bits of one token
     per KV head. Memory for requests of a known length holds the copies of their exact window too, and the bytes of
-    layers with windows; other budgets are of rows alone.
+    layers with windows and of indexes; other budgets are of rows alone.
 
     Attributes:
-        window_layer_bytes: The bytes of one request's layers with windows, in memory for requests.
+        bytes_beside: The bytes of one request's layers with windows, and of its keys of indexes, in memory for
+            requests.
     """
 
     budget: Budget
     shape: RowShape
     stages: tuple[range, ...]
     window: ExactWindow = NO_WINDOW
-    window_layer_bytes: int = 0
+    bytes_beside: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -195,7 +196,7 @@ class Constraint:
         if self.budget.request_tokens is None:
             return Fraction(0)
         layer_bytes = self.window.num_tokens * copy_bytes(SMALLEST_PAIR, self.shape.pair_bytes(NATIVE_PAIR))
-        return Fraction(len(self.stages[stage]) * layer_bytes + self.window_layer_bytes, self.budget.request_tokens)
+        return Fraction(len(self.stages[stage]) * layer_bytes + self.bytes_beside, self.budget.request_tokens)
 
     def most_bytes(self, stage: int, widths: Sequence[int]) -> int:
         """The most stored bytes of one token that a stage's layers take inside the budget, at packed `widths` or 16.

@@ -39,6 +39,8 @@ def test_other_text_is_no_kind(text: str) -> None:
     [
         ("full", (8, 2, 64, 0, 0), "v_head_dim must be positive, but is 0"),
         ("full", (8, 2, 64, 64, 16), "only a latent has rotary channels beside it"),
+        ("full", (8, 2, 64, 64, 0, 16), "only a latent has keys of an index beside it, but kind full has index_dim=16"),
+        ("latent", (16, 1, 512, 0, 64, -1), "index_dim must be at least 0, but is -1"),
         ("window:64", (8, 3, 64, 64, 0), "num_attention_heads 8 is no multiple of num_kv_heads 3"),
         ("window:64", (8, 2, 64, 64, -1), "rope_dim must be at least 0, but is -1"),
         ("latent", (16, 2, 512, 0, 64), "a latent is one key head without values"),

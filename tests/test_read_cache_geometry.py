@@ -108,6 +108,16 @@ def test_latents_of_real_models_are_one_head_and_rotary_channels_beside_it(
     assert CacheGeometry.of(replace(tuned, layer_ids=None)).tuned() == replace(tuned, layer_ids=None)
 
 
+def test_indexes_beside_latents_are_those_of_the_layers_that_have_one() -> None:
+    """GLM-5 has one in every layer, or some layers read by that of a layer before them; a token's keys stay 16 bits."""
+    assert read_cache_geometry(config_of("DeepseekV32")).index_bytes() == 61 * 2 * 128
+    assert read_cache_geometry(config_of("GlmMoeDsa")).index_bytes() == 78 * 2 * 128
+    geometry = read_cache_geometry(config_of("GlmMoeDsa", num_hidden_layers=5, index_topk_pattern="FSSFS"))
+    assert [layer.index_dim for layer in geometry.layers] == [128, 0, 0, 128, 0]
+    assert geometry.tuned() == read_cache_geometry(config_of("GlmMoeDsa", num_hidden_layers=5)).tuned()
+    assert geometry.tuned().counts() == {**geometry.layers[1].model_counts(), "num_layers": 5, "num_shared_layers": 0}
+
+
 def test_heads_of_windows_may_be_others() -> None:
     layers = read_cache_geometry(config_of("Gemma4Text")).layers
     assert [(layer.num_kv_heads, layer.head_dim) for layer in layers[4:6]] == [(4, 256), (4, 512)]
@@ -128,8 +138,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "named"),
     [
-        (config_of("DeepseekV32"), UnsupportedModelError, "has indexed_attention in layer 0, which reads its tokens"),
-        (config_of("GlmMoeDsa"), UnsupportedModelError, "has indexed_attention in layer 0, which reads its tokens"),
+        (config_of("Glm5NextText"), UnsupportedModelError, "has indexed_attention in layer 3, which reads its tokens"),
         (remote(kv_lora_rank=16, num_hidden_layers=2), GeometryError, "has no qk_rope_head_dim"),
         (
             remote(kv_lora_rank=16, sliding_window=8, max_position_embeddings=64),

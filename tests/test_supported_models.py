@@ -101,7 +101,7 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     ("config", "what"),
     [
         (Llama4TextConfig(), "chunked_attention in layer 0, which reads its chunk alone"),
-        (DeepseekV32Config(), "indexed_attention in layer 0, which reads its tokens otherwise than attention does"),
+        (DeepseekV32Config(), "indexed_attention in layer 0, whose queries read the tokens that an index selects"),
         (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvtuner.calibration.forward.latents import noted_latent
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
-from kvtuner.calibration.forward.seen_tokens import SeenTokens, last_tokens
+from kvtuner.calibration.forward.seen_tokens import CausalMask, SeenTokens, SelectedTokens, last_tokens
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.supported_models import SINKS, refuse_other_attention
+from kvtuner.supported_models import INDICES, SINKS, has_indexes, refuse_other_attention
 
 IMPLEMENTATION = "kvtuner"
 AttentionHook = Callable[[int, AttentionCall], Tensor]
@@ -51,15 +51,21 @@ def _mask(
     *_: Any,
     kv_length: int,
     mask_function: Any,
+    q_length: int = 0,
     local_size: int | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **__: Any,
-) -> SeenTokens | None:
-    """What a query sees, in a layer with a window or chunks, or beside images; None where that is all before it."""
+) -> SeenTokens | CausalMask | None:
+    """What a query sees, in a layer with a window or chunks, or beside images; None where that is all before it.
+
+    A model with indexes, which read a mask in any case, is given that.
+    """
     from transformers.masking_utils import causal_mask_function
 
     if local_size is None and mask_function is causal_mask_function:
-        return None
+        is_read = config is not None and has_indexes(config)
+        return CausalMask(q_length, kv_length, torch.device(device)) if is_read else None
     return SeenTokens.of(mask_function, kv_length, torch.device(device), size=local_size)
 
 
@@ -68,7 +74,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: SeenTokens | Tensor | None,
+    attention_mask: SeenTokens | CausalMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -85,11 +91,15 @@ def _attention(
         raise UnsupportedModelError(f"layer {layer_id} ({name}) is not causal; only decoders have a KV cache to tune")
     if isinstance(attention_mask, Tensor):
         raise UnsupportedModelError(f"layer {layer_id} ({name}) builds its own attention mask, which is not supported")
-    sinks = kwargs.pop(SINKS, None)
+    sinks, selected = kwargs.pop(SINKS, None), None
+    if isinstance(attention_mask, CausalMask):
+        attention_mask, indices = None, kwargs.pop(INDICES, None)
+        selected = None if indices is None else SelectedTokens.of(indices, key.shape[2])
     refuse_other_attention(f"layer {layer_id} ({name})", kwargs)
     seen = last_tokens(sliding_window) if attention_mask is None and sliding_window else attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = AttentionCall(query, key, value, scaling, softcap, seen, sinks, noted_latent(module, layer_id))
+    latent = noted_latent(module, layer_id)
+    call = AttentionCall(query, key, value, scaling, softcap, seen, sinks, latent, selected)
     hook = _hook.get()
     output = attend(call) if hook is None else hook(layer_id, call)
     return output.transpose(1, 2).contiguous(), None

@@ -18,15 +18,15 @@ from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
 from kvtuner.calibration.forward.decoder_layers import find_decoder_layers, merged_streams, output_embeddings
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder, check_latent
-from kvtuner.calibration.forward.probe import check_attention
+from kvtuner.calibration.forward.probe import check_attention, check_indexes
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.forward.streamed_layers import on_disk, streamed_layers_of
 from kvtuner.calibration.forward.trace import (
     ForwardCount,
     LayerCall,
-    States,
     Trace,
     added_between,
+    handed_on,
     is_close,
     is_same,
     largest_difference,
@@ -40,7 +40,7 @@ from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.supported_models import has_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -65,8 +65,8 @@ class DecoderChain:
         """The cache of all layers; heads and channels of windows as the probe shows them."""
         self.geometry = geometry if isinstance(geometry, ModelGeometry) else geometry.tuned()
         """The layers whose precision is chosen."""
-        self.has_states = has_states(model.config)
-        """Whether tokens depend on earlier ones by more than their keys and values."""
+        self.has_states = has_states(model.config) or any(layer.index_dim for layer in self.cache.layers)
+        """Whether tokens depend on earlier ones by more than their keys and values, such as by keys of an index."""
         self.name = type(model).__name__
         self.elements_per_token = 0
         """The numbers of one token that all layers cache, and of keys and values that are made of latents."""
@@ -124,7 +124,7 @@ class DecoderChain:
         """A trace as `trace` gives it, with a hook that is called with the layer that attends."""
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
-        outputs: list[Tensor] = []
+        outputs: list[Any] = []
         thread = get_ident()
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -137,16 +137,17 @@ class DecoderChain:
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             hidden = args[0] if args else kwargs["hidden_states"]
             residual.append(hidden if self._streamed is None else on_disk(hidden))
-            calls.append(LayerCall(args[1:], rest, added_between(outputs[-1], hidden) if outputs else None))
+            before = outputs[-1] if outputs else None
+            added = None if images is None or before is None else added_between(_first(before), hidden)
+            calls.append(LayerCall(args[1:], rest, added, handed_on(before, rest)))
             return (args, kwargs) if is_latent else None
 
         def keep_output(module: nn.Module, args: Any, output: Any) -> None:
             if get_ident() == thread:
-                outputs[:] = [_first(output)]
+                outputs[:] = [output]
 
         handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
-        if images is not None:
-            handles += [layer.register_forward_hook(keep_output) for layer in self.layers]
+        handles += [layer.register_forward_hook(keep_output) for layer in self.layers]
         try:
             with hooked(hook):
                 final = run_decoder(self.model, self.decoder, input_ids, position_ids, images)
@@ -173,31 +174,36 @@ class DecoderChain:
 
         The calls are those of a trace of the same batch. `on_input` is called with the input of every layer that runs.
         The hook is called with the layer whose cache is read: that of a layer which has none is called for each reader.
-        Keys and values of layers before `start`, which later ones read, are those of the trace.
+        Keys and values of layers before `start`, which later ones read, are those of the trace, as is what the layer
+        before hands on.
         """
         states = calls[0].own_states()
         if states is not None and start == 0:
             states.clear()
+        output: Any = None
         with hooked(self._by_owner(hook)):
             for layer_id in range(start, len(self.layers)):
                 if layer_id > start:
-                    hidden = calls[layer_id].input_after(hidden)
+                    hidden = calls[layer_id].input_after(_first(output))
                 if on_input is not None:
                     on_input(layer_id, hidden)
-                hidden = self.run_layer(layer_id, hidden, calls[layer_id], states)
-        return self.finish(hidden)
+                output = self._output_of(layer_id, hidden, calls[layer_id], calls[layer_id].kwargs_with(states, output))
+        return self.finish(_first(output))
 
-    def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall, states: States | None = None) -> Tensor:
+    def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer; gradients flow if they are enabled.
 
-        It finds other layers' keys and values among `states`, and leaves its own there; by default, those of the trace.
+        It finds other layers' keys and values, and what the layer before hands on, as in the trace.
         """
+        return _first(self._output_of(layer_id, hidden, call, call.kwargs_with(call.own_states())))
+
+    def _output_of(self, layer_id: int, hidden: Tensor, call: LayerCall, kwargs: Mapping[str, Any]) -> Any:
+        """All that a layer gives, its hidden states first."""
         if self._streamed is not None:
             hidden = hidden.to(self._streamed.device)
-        kwargs = call.kwargs_with(call.own_states() if states is None else states)
         output = self.layers[layer_id](hidden, *call.args, **kwargs)
         self.count.add(hidden.shape[-3] * hidden.shape[-2])
-        return _first(output)
+        return output
 
     def run_layer_exactly(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer with unquantized attention."""
@@ -274,6 +280,7 @@ class DecoderChain:
 
         trace, outputs, self._norm = self._watch(lambda: self._trace(ids, positions, hook))
         self.cache, self.elements_per_token = check_attention(self.name, self.cache, attention_calls)
+        check_indexes(self.name, self.cache, trace.calls)
         for layer_id, output in enumerate(outputs):
             check_finite(layer_id, outputs=output)
         for layer_id in range(1, len(self.layers)):

@@ -85,7 +85,14 @@ class LatentRows:
 
 
 class LatentRecorder:
-    """What a layer with a latent is given in place of a cache: it notes what comes, and gives it back as it is."""
+    """What a layer with a latent is given in place of a cache: it notes what comes, and gives it back as it is.
+
+    Attributes:
+        index_dim: The channels of the keys of the layer's index; 0 while it gave none.
+    """
+
+    def __init__(self) -> None:
+        self.index_dim = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -93,6 +100,11 @@ class LatentRecorder:
         """Note the latent and the rotary channels of a layer's tokens for the attention that follows."""
         _noted.set((layer_idx, key_states, value_states))
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Note the channels of the keys of a layer's index, [batch, tokens, channels]."""
+        self.index_dim = indexer_key_states.shape[-1]
+        return indexer_key_states
 
 
 def noted_latent(module: nn.Module, layer_id: int) -> LatentRows | None:

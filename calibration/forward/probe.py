@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder
 from kvtuner.calibration.forward.trace import is_same
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.calibration.forward.read_plan import AttentionCall
+    from kvtuner.calibration.forward.trace import LayerCall
 
 
 def check_attention(
@@ -46,6 +48,22 @@ def check_attention(
                 f" {expected}"
             )
     return CacheGeometry(tuple(layers)), num_elements + sum(layer.num_elements for layer in layers)
+
+
+def check_indexes(name: str, cache: CacheGeometry, calls: Sequence[LayerCall]) -> None:
+    """Check the calls of all layers of a model of that name: their indexes gave keys as the configuration says.
+
+    Raises:
+        UnsupportedModelError: A layer's index has keys of other channels, or keys though it should have none.
+    """
+    for layer_id, (layer, call) in enumerate(zip(cache.layers, calls, strict=True)):
+        recorder = call.kwargs.get(CACHE_ARGUMENT)
+        given = recorder.index_dim if isinstance(recorder, LatentRecorder) else 0
+        if given != layer.index_dim:
+            raise UnsupportedModelError(
+                f"{name}: layer {layer_id} has an index of keys of {layer.index_dim} channels by its configuration, but"
+                f" gave its cache keys of {given}"
+            )
 
 
 def _check_order(name: str, cache: CacheGeometry, ids: list[int]) -> None:

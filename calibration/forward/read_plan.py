@@ -14,7 +14,7 @@ from kvtuner.quant import saturated
 
 if TYPE_CHECKING:
     from kvtuner.calibration.forward.latents import LatentRows
-    from kvtuner.calibration.forward.seen_tokens import SeenTokens
+    from kvtuner.calibration.forward.seen_tokens import SeenTokens, SelectedTokens
     from kvtuner.read_plan_names import ReadPlanName
 
 ROWS_AT_A_TIME = 128  # under a mask: all rows at once would read the keys that causality hides from the early ones
@@ -65,6 +65,7 @@ class AttentionCall:
         sinks: The score of each query head that takes part in its softmax as one more token without a value,
             [num_heads]; None where there are no such attention sinks.
         latent: The latents that keys and values were made of; None where keys and values are cached themselves.
+        selected: The tokens that an index selects for each query; None where it selects all, or there is none.
     """
 
     q: Tensor
@@ -75,6 +76,7 @@ class AttentionCall:
     seen: SeenTokens | None = None
     sinks: Tensor | None = None
     latent: LatentRows | None = None
+    selected: SelectedTokens | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -82,9 +84,20 @@ class AttentionCall:
         return self.softcap is None and self.sinks is None
 
     def hidden(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Whether each of `tokens` is hidden from the query of each token in `rows`, bool [rows, tokens]."""
+        """Whether each of `tokens` is hidden from the query of each token in `rows`, bool [rows, tokens].
+
+        It is [batch, 1, rows, tokens] where an index selects others in each sequence.
+        """
         own = self.own_seen
-        return tokens > rows.unsqueeze(-1) if own is None else ~own.seen(rows, tokens)
+        hidden = tokens > rows.unsqueeze(-1) if own is None else ~own.seen(rows, tokens)
+        if self.selected is None:
+            return hidden
+        return hidden | self.selected.hidden(rows - self.first, tokens, self.k.shape[2])
+
+    @property
+    def sees_all_before(self) -> bool:
+        """Whether every query sees its own token, all before it and no other."""
+        return self.own_seen is None and self.selected is None
 
     @property
     def own_seen(self) -> SeenTokens | None:
@@ -138,7 +151,7 @@ def causal_softmax(call: AttentionCall, scores: Tensor, rows: Tensor) -> Tensor:
 
     A row sees what the call says: no token after its own but of its image, nor one outside of a window.
     """
-    hidden = call.hidden(rows, torch.arange(scores.shape[-1], device=rows.device))
+    hidden = call.hidden(rows, torch.arange(scores.shape[-1], device=rows.device)).unsqueeze(-3)
     # Adding -inf where it is hidden: several times faster than masked_fill_ on a CPU.
     return _softmax(call, scores.add_(_additive(hidden, torch.float32).to(scores.device)))
 
@@ -185,14 +198,14 @@ def attend(
         late = torch.arange(start, k.shape[2], device=k.device)
         weights = probabilities(call, call.grouped_query(late - call.first), k.to(torch.float32), late)
         return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(dtype)
-    if start == 0 and call.own_seen is None:
+    if start == 0 and call.sees_all_before:
         return _attend_rows(call, k, v, slice(None), None)
     tokens, blocks = k.shape[2], []
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
         end = call.end(last - 1)
         # What is added to the scores: attention on a CPU would have to make it of a mask of booleans.
-        if call.own_seen is not None:
+        if not call.sees_all_before:
             places = torch.arange(end, device=k.device)
             mask = _additive(call.hidden(places[first:last], places), dtype)
         else:
@@ -235,7 +248,7 @@ def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: Exac
         block_v = torch.cat((v[:, :, read], *(call.v[:, :, run] for run in exact)), dim=2)
         block = slice(first - call.first, last - call.first)
         mask = _mask_beside_window(window, first, last, end, call.is_causal, mask_dtype, k.device)
-        if call.own_seen is not None:
+        if not call.sees_all_before:
             places = torch.arange(end, device=k.device)
             at = torch.cat([places[run] for run in (read, *exact)])
             mask = mask + _additive(call.hidden(places[first:last], at), mask_dtype)
@@ -272,11 +285,14 @@ def _mask_beside_window(
 
 
 def _attend_masked(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor) -> Tensor:
-    """Attention of `rows` of the queries over keys of which some are hidden by a mask that is added, [rows, keys]."""
+    """Attention of `rows` of the queries over keys of which some are hidden by a mask that is added, [rows, keys].
+
+    The mask may be [batch, 1, rows, keys].
+    """
     if call.is_plain:
         return _attend_rows(call, k, v, rows, mask)
     scores = attention_scores(call, call.grouped_query(rows), k.to(torch.float32))
-    weights = _softmax(call, scores.add_(mask))
+    weights = _softmax(call, scores.add_(mask.unsqueeze(-3)))
     return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(call.q.dtype)
 
 
@@ -297,5 +313,6 @@ def attend_by_plan(
     if first == call.first:
         return late
     prefix = slice(None, plan.split)
-    early = replace(call, q=call.q[:, :, prefix], k=call.k[:, :, prefix], v=call.v[:, :, prefix])
+    selected = None if call.selected is None else call.selected.first(plan.split)
+    early = replace(call, q=call.q[:, :, prefix], k=call.k[:, :, prefix], v=call.v[:, :, prefix], selected=selected)
     return torch.cat((attend(early), late), dim=2)

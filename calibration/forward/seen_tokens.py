@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,3 +60,56 @@ class SeenTokens:
 def last_tokens(size: int) -> SeenTokens:
     """The last `size` tokens, a query's own included."""
     return SeenTokens(size, lambda _batch, _head, query, token: (token <= query) & (token > query - size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CausalMask:
+    """The mask of queries that see all before them, for an index that scores tokens by it: made as it is read.
+
+    Attributes:
+        rows: The queries, those of the last tokens.
+        tokens: The tokens.
+    """
+
+    rows: int
+    tokens: int
+    device: torch.device
+
+    def __getitem__(self, place: Any) -> Tensor:
+        """A part of the mask [1, 1, rows, tokens], bool, True where a query sees a token."""
+        places = torch.arange(self.tokens, device=self.device)
+        return (places <= places[self.tokens - self.rows :].unsqueeze(-1))[None, None][place]
+
+    def to(self, device: torch.device | str | int, **_: Any) -> CausalMask:
+        """The same on another device, where a layer lies that is called with it."""
+        return replace(self, device=torch.device(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectedTokens:
+    """The tokens that an index selects for each query of a sequence's last tokens: it sees no other.
+
+    Attributes:
+        indices: The places of tokens, integers [batch, rows, selected], without order and none twice. Some may come
+            after the query's own where fewer than these are before it.
+    """
+
+    indices: Tensor
+
+    @classmethod
+    def of(cls, indices: Tensor, num_tokens: int) -> SelectedTokens | None:
+        """The tokens that an index gives; None where it gives all."""
+        return None if indices.shape[-1] >= num_tokens else cls(indices)
+
+    def hidden(self, rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+        """Whether each of `tokens` is hidden from the queries at `rows` of all, bool [batch, 1, rows, tokens].
+
+        Of all tokens so many are there; the others that an index selects are not.
+        """
+        picked = self.indices[:, rows].long().clamp(max=num_tokens)
+        hidden = torch.ones((*picked.shape[:2], num_tokens + 1), dtype=torch.bool, device=picked.device)
+        return hidden.scatter_(-1, picked, False)[..., tokens].unsqueeze(1)
+
+    def first(self, rows: int) -> SelectedTokens:
+        """Those of the first queries."""
+        return replace(self, indices=self.indices[:, :rows])

@@ -158,7 +158,9 @@ class Simulator:
         final = batch.scored(trace.final, self.plan).clone()
         head = logits_to_compare(self.chain, final, batch.index) if self._estimates else self.chain
         reference, shared = Reference(head, final, self._kept_limit), SharedLayers(self._reuse_limit)
-        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, head, reference, shared)
+        # What a layer hands on is that of each run.
+        calls = [call.without_handed() for call in trace.calls]
+        return PreparedBatch(batch, prompt, trace.residual[0], calls, head, reference, shared)
 
     def measure(
         self,
@@ -214,7 +216,9 @@ class Simulator:
         room = min(item.shared.room_for(hidden), self.chain.cache.first_read_by_others)
 
         def keep(layer_id: int, hidden: Tensor) -> None:
-            if layer_id <= room:
+            # Nor is it for a layer that reads by the index of one before it.
+            is_enough = not item.calls[layer_id].handed or self.chain.cache.layers[layer_id].index_dim > 0
+            if layer_id <= room and is_enough:
                 inputs[layer_id] = hidden
 
         final = self.chain.run(hidden, item.calls, hook, start=start, on_input=keep)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,20 +31,32 @@ class LayerCall:
     Attributes:
         added: What the model adds to the output of the layer before, beside images, float32 [batch, tokens,
             hidden_size]; None where it adds nothing.
+        handed: The arguments that the layer before gives beside its hidden states, such as the tokens that its index
+            selects: by their names, their places in its output.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     added: Tensor | None = None
+    handed: Mapping[str, int] = field(default_factory=dict)
 
     def own_states(self) -> States | None:
         """A copy of what layers left for later ones in the traced forward; None where no layer reads another's keys."""
         states = self.kwargs.get(STATES)
         return None if states is None else copy(states)
 
-    def kwargs_with(self, states: States | None) -> dict[str, Any]:
-        """The arguments by name, with other keys and values to leave and find, where layers share them."""
-        return self.kwargs if states is None else {**self.kwargs, STATES: states}
+    def kwargs_with(self, states: States | None, before: Any = None) -> dict[str, Any]:
+        """The arguments by name, with other keys and values to leave and find, where layers share them.
+
+        What the layer before hands on is that of its output, where one is given.
+        """
+        kwargs = self.kwargs if states is None else {**self.kwargs, STATES: states}
+        return kwargs if before is None else {**kwargs, **{name: before[at] for name, at in self.handed.items()}}
+
+    def without_handed(self) -> LayerCall:
+        """The same without what the layer before hands on in the traced forward."""
+        kept = {name: value for name, value in self.kwargs.items() if name not in self.handed}
+        return replace(self, kwargs=kept) if self.handed else self
 
     def input_after(self, output: Tensor) -> Tensor:
         """The layer's input after an output of the layer before, [batch, tokens, hidden_size] each."""
@@ -96,6 +108,12 @@ def added_between(output: Tensor, following: Tensor) -> Tensor | None:
     if is_same(following, output):
         return None
     return following.to(torch.float32) - output.to(following.device, torch.float32)
+
+
+def handed_on(output: Any, kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """The arguments of the following layer, by name, that an output holds beside its hidden states; their places."""
+    beside = list(enumerate(output))[1:] if isinstance(output, tuple) else []
+    return {name: at for at, given in beside for name, value in kwargs.items() if given is not None and given is value}
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:

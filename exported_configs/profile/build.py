@@ -152,7 +152,7 @@ def of_whole_model(
     geometry = cache.tuned()
     if geometry.is_latent:
         tuned = [_of_latent(layer, geometry) for layer in tuned]
-    if geometry.layer_ids is None:
+    if geometry.layer_ids is None and not cache.index_bytes():
         return geometry, list(tuned)
     chosen = dict(zip(geometry.ids, tuned, strict=True))
     native = LayerQuantization(NATIVE_BITS, NATIVE_BITS)

@@ -10,7 +10,9 @@ from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Count, Layer
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
 
-_COUNTS: Final = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim")
+_BESIDE: Final = ("rope_dim", "index_dim")
+"""The channels beside a latent, which are 0 where a file has none."""
+_COUNTS: Final = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", *_BESIDE)
 
 
 def _check_kind(text: str) -> str:
@@ -35,6 +37,7 @@ class GeometryException(StrictModel):
     head_dim: Count | None = None
     v_head_dim: CountOrZero | None = None
     rope_dim: CountOrZero | None = None
+    index_dim: CountOrZero | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,6 +70,7 @@ class GeometryRecord(StrictModel):
         num_shared_layers: The layers that read another layer's cache: the last ones, or those that exceptions name.
         kind: What layers cache; None is ``full``.
         rope_dim: The rotary channels beside a latent; None is 0.
+        index_dim: The channels of the keys of an index beside a latent; None is 0.
         exceptions: Other geometries by layer, each layer at most once.
     """
 
@@ -78,6 +82,7 @@ class GeometryRecord(StrictModel):
     num_shared_layers: CountOrZero
     kind: KindText | None = None
     rope_dim: CountOrZero | None = None
+    index_dim: CountOrZero | None = None
     exceptions: Exceptions | None = None
 
     @model_validator(mode="after")
@@ -100,7 +105,7 @@ class GeometryRecord(StrictModel):
                 return geometry.counts()
             geometry = CacheGeometry.of(geometry)
         usual = geometry.usual()
-        counts = {name: value for name, value in usual.counts().items() if name != "rope_dim" or value}
+        counts = {name: value for name, value in usual.counts().items() if name not in _BESIDE or value}
         size = {"num_layers": len(geometry.owners), "num_shared_layers": geometry.num_shared_layers}
         kind = {} if usual.kind == LayerKind() else {"kind": str(usual.kind)}
         others = dict.fromkeys(layer for layer in geometry.layers if layer != usual)
@@ -116,13 +121,14 @@ class GeometryRecord(StrictModel):
     @property
     def is_by_layer(self) -> bool:
         """Whether the file says more than version 1 can: another kind than full, or exceptions."""
-        return self.kind not in (None, "full") or bool(self.rope_dim) or self.exceptions is not None
+        has_beside = any(getattr(self, name) for name in _BESIDE)
+        return self.kind not in (None, "full") or has_beside or self.exceptions is not None
 
     def to_geometry(self) -> ModelGeometry:
         """The `ModelGeometry` of these fields; `GeometryError` where layers are not all full and alike."""
         if self.is_by_layer:
             return self.by_layer().alike()
-        return ModelGeometry(**self.model_dump(exclude={"kind", "rope_dim", "exceptions"}))
+        return ModelGeometry(**self.model_dump(exclude={"kind", "exceptions", *_BESIDE}))
 
     def tuned(self) -> ModelGeometry:
         """The geometry of the layers that read all tokens; `GeometryError` where there are none, or not alike."""
@@ -178,13 +184,16 @@ class GeometryRecord(StrictModel):
         return CacheGeometry(tuple(changed.get(layer_id, usual) for layer_id in range(total)))
 
     def hashed(self) -> dict[str, Any]:
-        """What the digest covers: the six counts where they are all, else the geometry of every layer, written out."""
+        """What the digest covers: the six counts where they are all, else the geometry of every layer, written out.
+
+        Keys of an index stand there only where a layer has some.
+        """
         if not self.is_by_layer:
             return self.to_geometry().counts()
-        layers = [
-            {"kind": str(layer.kind), **(layer.counts() if layer.kind.owns_cache else {})}
-            for layer in self.by_layer().layers
-        ]
+        layers = []
+        for layer in self.by_layer().layers:
+            counts = layer.counts() if layer.index_dim else layer.model_counts()
+            layers.append({"kind": str(layer.kind), **(counts if layer.kind.owns_cache else {})})
         return {"layers": layers}
 
 

@@ -33,7 +33,7 @@ def why_second_version(
 ) -> list[str]:
     """What the first version cannot hold, as a refusal says it; nothing where it holds all."""
     parts: list[tuple[str, object, tuple[str, ...]]] = [
-        ("geometry.", geometry, ("kind", "rope_dim", "exceptions")),
+        ("geometry.", geometry, ("kind", "rope_dim", "index_dim", "exceptions")),
         ("defaults.k.", defaults.k, ("word_bits", "fit")),
         ("defaults.v.", defaults.v, ("word_bits", "fit")),
     ]

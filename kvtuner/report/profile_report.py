@@ -130,6 +130,10 @@ def _geometry_text(geometry: LayerGeometry) -> str:
     else:
         shape = f"{geometry.num_kv_heads} KV heads of {geometry.head_dim} and {geometry.v_head_dim} channels"
     text = f"{shape}, {geometry.num_attention_heads} query heads"
+    if geometry.index_dim:
+        text += (
+            f", an index with keys of {geometry.index_dim} channels, {geometry.index_bytes} bytes more of each token"
+        )
     if geometry.kind.number is None:
         return text
     at_most = geometry.kind.number * geometry.native_bytes()

@@ -119,11 +119,11 @@ def test_scores_below_layers_of_other_kinds_are_those_of_a_naive_computation(
 
 @pytest.mark.parametrize("name", READ_PLANS)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("model", ["deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("model", ["deepseek-v2", "deepseek-v3", "glm-moe-dsa"])
 def test_scores_of_latents_are_those_of_a_naive_computation(
     model: str, window: ExactWindow, name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
-    """Keys and values are made of what is read back, and both count."""
+    """Keys and values are made of what is read back, and both count; layer 1 may read what layer 0's index selects."""
     chain, plan, options = chain_of(model), plan_of(name), QuantizationOptions(window=window)
     (batch,) = batches = random_batches(2, TOKENS, batch_size=2)
     measurement, constants = measured(chain, batches, plan, options=options)

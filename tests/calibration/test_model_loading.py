@@ -288,7 +288,7 @@ def test_a_context_that_the_model_lacks_is_refused(length: int, message: str, mo
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("DeepseekV32", {"num_hidden_layers": 2}, "indexed_attention in layer 0, which reads its tokens otherwise"),
+        ("Qwen4ExpText", {"num_hidden_layers": 4}, "indexed_attention in layer 3, which reads its tokens otherwise"),
         ("Qwen3Next", DECODER, "no layer with a KV cache"),
         ("Mamba", {}, "no layer with a KV cache"),
         ("Whisper", {}, "encoder-decoder"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tiny.latent_models import LATENT, RANK, ROPE
+from tiny.latent_models import INDEX, INDEXES, LATENT, RANK, ROPE
 from tiny.shrunk_models import SHRUNK_LATENTS, shrunk_model
 from transformers import DynamicCache
 
@@ -112,8 +112,9 @@ def test_16_bits_are_the_models_own_cache_and_packed_latents_are_the_simulators(
         assert (in_chunks - found).abs().mean() < 0.01 * effect
 
 
-def test_generation_beams_and_crops_go_through_packed_latents(make_model: Callable[..., Any]) -> None:
-    model, ids = make_model("deepseek-v2"), some_tokens()[:1, :PROMPT]
+@pytest.mark.parametrize("name", ["deepseek-v2", "glm-moe-dsa"])
+def test_generation_beams_and_crops_go_through_packed_latents(name: str, make_model: Callable[..., Any]) -> None:
+    model, ids = make_model(name), some_tokens()[:1, :PROMPT]
     profile = profile_at(model.config, 8)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **options)
@@ -123,10 +124,11 @@ def test_generation_beams_and_crops_go_through_packed_latents(make_model: Callab
     assert (found == plain).float().mean() > 0.9
     cache.crop(-2)
     assert cache.get_seq_length() == PROMPT + 3
+    assert cache.index_bytes == 4 * INDEX * INDEXES.get(name, 0) * (PROMPT + 3)
     beams = KVTunerCache.stored_by(profile, "decode", model.config)
     model.generate(ids, **options, num_beams=2, past_key_values=beams)
     beams.reset()
-    assert beams.stored_bytes == 0
+    assert (beams.stored_bytes, beams.index_bytes) == (0, 0)
 
 
 def test_what_latents_cannot_have_is_refused(make_model: Callable[..., Any]) -> None:
@@ -145,5 +147,7 @@ def test_what_latents_cannot_have_is_refused(make_model: Callable[..., Any]) -> 
         KVTunerCache.from_profile(profile, make_model("deepseek-v3", kv_lora_rank=64).config)
     with pytest.raises(ProfileError, match="rope_dim 8, but this model has 16"):
         KVTunerCache.from_profile(profile, make_model("deepseek-v3", qk_rope_head_dim=16).config)
+    with pytest.raises(ProfileError, match=r"layer 0 has an index of keys of 16 channels .* but of 0 in this model"):
+        KVTunerCache.from_profile(profile_at(make_model("deepseek-v32").config, 4), make_model("deepseek-v2").config)
     with pytest.raises(ProfileError, match="v_head_dim 0, but this model has"):
         KVTunerCache.from_profile(profile, make_model("llama-gqa", num_key_value_heads=1, head_dim=32).config)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tiny.latent_models import LATENT, RANK, ROPE
+from tiny.latent_models import INDEX, INDEXES, LATENT, RANK, ROPE
 from tiny.small_search import SMALL, TOKENS, TRIALS
 
 from kvtuner.precision import row_bytes
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", LATENT)
 def test_a_search_tunes_latents_and_a_loaded_model_serves_the_profile(name: str, search_whole: SearchWhole) -> None:
-    searched = search_whole(name, "6bit")
+    # By hidden states that read rows an index may select other tokens, of which each one matters to a tiny model.
+    budget, most = (8, 1.0) if name in INDEXES else (6, 0.5)
+    searched = search_whole(name, f"{budget}bit")
     profile = searched.profile
     rope_bits = 16 * ROPE / (RANK + ROPE)
     uniform = {row["name"]: row["mean_bits"] for row in searched.plan["uniform"]}
@@ -33,21 +35,28 @@ def test_a_search_tunes_latents_and_a_loaded_model_serves_the_profile(name: str,
     assert (geometry.head_dim, geometry.v_head_dim, geometry.rope_dim) == (RANK, 0, ROPE)
     widths = [entry.k.bits for entry in profile.layers]
     assert all(entry.v is None for entry in profile.layers) and len(widths) == geometry.num_layers
-    assert sum(bits * RANK for bits in widths) <= (6 * (RANK + ROPE) - 16 * ROPE) * len(widths)
+    assert sum(bits * RANK for bits in widths) <= (budget * (RANK + ROPE) - 16 * ROPE) * len(widths)
     group = profile.defaults.k.group_size
     rows = [row_bytes(1, RANK, bits, group, word_bits=profile.defaults.k.grid_word_bits) for bits in widths]
     assert profile.bytes_per_token() == sum(rows) + len(rows) * 2 * ROPE
     assert {row["side"] for row in searched.scores} == {"k"}
     latent = f"a latent of {RANK} channels and {ROPE} rotary ones, 4 query heads"
-    assert latent in " ".join(searched.shown.split())
-    # Rotary channels take float32 in a model of float32.
-    assert searched.read_back().stored_bytes == TOKENS * (profile.bytes_per_token() + len(rows) * 2 * ROPE)
+    shown = " ".join(searched.shown.split())
+    assert latent in shown
+    index = f"{latent}, an index with keys of {INDEX} channels, {2 * INDEX} bytes more of each token"
+    assert (index in shown) == (name in INDEXES)
+    cache = searched.read_back(most=most)
+    # Rotary channels, and keys of indexes, take float32 in a model of float32.
+    assert cache.stored_bytes == TOKENS * (profile.bytes_per_token() + len(rows) * 2 * ROPE)
+    assert cache.index_bytes == TOKENS * 4 * INDEX * INDEXES.get(name, 0)
+    assert profile.geometry.whole().index_bytes() == 2 * INDEX * INDEXES.get(name, 0)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-moe-dsa"])
 def test_an_evaluation_asks_the_loaded_model_beside_other_schemes(
-    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+    name: str, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
-    folder, out = model_folder("deepseek-v3"), tmp_path / "run"
+    folder, out = model_folder(name), tmp_path / "run"
     measured = ("--model", folder, "--data", corpus_file)
     assert run("search", *measured, *SMALL, *TRIALS, "--out", out, "--budget", "6bit", "--no-report")[0] == 0
     lengths = ("--lengths", "128", "--problems", "2", "--questions", "2", "--sequences", "2,2,2")

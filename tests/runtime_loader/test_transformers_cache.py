@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 from uncached_forward import logits_in_chunks, simulate, uncached_logits
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -19,7 +21,9 @@ from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ALL_BITS, NATIVE_BITS
 from kvtuner.quant import IDENTITY, QuantSpec, Transform
 from kvtuner.read_plan_names import READ_PLANS
+from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.runtime_loader.transformers_layer import KVTunerLayer
 
 ChoicesOf = Callable[..., list[LayerQuantization]]
 
@@ -40,6 +44,7 @@ KEY_TRANSFORMS = (
 ALL_PAIRS = tuple(product(ALL_BITS, ALL_BITS))
 TWO_LAYERS = tuple(zip(ALL_PAIRS, reversed(ALL_PAIRS), strict=True))[: -(-len(ALL_PAIRS) // 2)]
 CUTS = (0, 11, 12, 13, 20, 21, 37)
+LATENT, ROPE, INDEX = 32, 8, 12
 # Both sides run the same float32 quantizer on float64 activations, so codes are equal and float64 error is left.
 TOLERANCE = 1e-9
 
@@ -325,3 +330,47 @@ def test_a_float32_model_packs_alike_and_keeps_sixteen_bit_sides_at_twice_their_
     logits_in_chunks(model, cache, prompt(3, 37), CUTS)
     native = 80 * 2  # one KV head of 80 channels, 2 bytes each
     assert cache.stored_bytes == (profile.bytes_per_token() + native) * 37 * 3
+
+
+def store(layer: KVTunerLayer | DynamicIndexedLayer, states: tuple[Tensor, ...]) -> Tensor:
+    """Store a chunk's latents, rotary channels and keys of the index; return what the index reads."""
+    layer.update(*states[:2])
+    keys = layer.update_indexer(states[2])
+    assert isinstance(keys, Tensor)
+    return keys
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_keys_of_an_index_go_where_their_tokens_go(seed: int) -> None:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    packed = KVTunerLayer(LayerFormat(RowFormat(1, LATENT, None), RowFormat(1, ROPE, None), is_latent=True))
+    own, batch = DynamicIndexedLayer(), 2
+    for _ in range(30):
+        operation = draw.choice(["store", "store", "store", "crop", "select", "repeat", "reorder", "reset"])
+        if operation == "store" or own.get_seq_length() < 3:
+            tokens = draw.randint(1, 9)
+            states = tuple(
+                torch.randn(shape, generator=generator, dtype=torch.bfloat16)
+                for shape in ((batch, 1, tokens, LATENT), (batch, 1, tokens, ROPE), (batch, tokens, INDEX))
+            )
+            assert torch.equal(store(packed, states), store(own, states))
+        elif operation == "reset":
+            batch = draw.randint(1, 3)
+            for layer in (packed, own):
+                layer.reset()
+        elif operation == "repeat" and batch < 5:
+            batch *= 2
+            for layer in (packed, own):
+                layer.batch_repeat_interleave(2)
+        else:
+            removed, indices = draw.randint(1, 2), torch.tensor(draw.choices(range(batch), k=batch))
+            for layer in (packed, own):
+                match operation:
+                    case "crop":
+                        layer.crop(-removed)
+                    case "select":
+                        layer.batch_select_indices(indices)
+                    case _:
+                        layer.reorder_cache(indices)
+        assert packed.get_seq_length() == own.get_seq_length()
+        assert packed.index_keys.stored_bytes == 2 * batch * INDEX * own.get_seq_length()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvtuner.errors import BudgetError, GeometryError
 from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
 from kvtuner.precision import ALL_BITS, ExactWindow, PrecisionPair, effective_bits, mean_bits, row_bytes
 from kvtuner.search_spaces.budget import Budget
 
@@ -100,6 +102,17 @@ def test_memory_for_requests_of_a_known_length_holds_the_copies_of_their_window(
         assert Budget.parse(text).constraint(GEOMETRY, window=window).cap(0) == Budget.parse(text).constraint(
             GEOMETRY
         ).cap(0)
+
+
+def test_memory_for_requests_of_a_known_length_holds_the_keys_of_indexes_too() -> None:
+    with_index = LayerGeometry(LayerKind("latent"), 16, 1, 512, 0, 64, 128)
+    cache = CacheGeometry((with_index, replace(with_index, index_dim=0), with_index))
+    memory = Budget.parse("1GiB@32x16k")
+    counted = memory.constraint(cache.tuned(), others=cache)
+    assert counted.cap(0) == 2**30 // (32 * 16 * 1024) - 2 * 2 * 128
+    for text in ("5bit", "6bpe", "50%", "2.5KiB/token"):
+        budget = Budget.parse(text)
+        assert budget.constraint(cache.tuned(), others=cache).cap(0) == budget.constraint(cache.tuned()).cap(0)
 
 
 def test_mean_bits_count_payload_and_all_others_stored_bytes() -> None:

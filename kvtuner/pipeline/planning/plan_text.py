@@ -13,7 +13,7 @@ from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
 from kvtuner.pipeline.planning.state_cost import STATES_SHARE
-from kvtuner.pipeline.planning.window_cost import window_share
+from kvtuner.pipeline.planning.window_cost import index_bytes_per_token, window_share
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
@@ -159,6 +159,11 @@ def assumptions(plan: CapacityPlan) -> list[str]:
         texts.append(
             f"bytes and bits are of full layers; of those with a window SGLang keeps {kept}, unquantized, which takes"
             f" {count(math.ceil(native))} bytes more of each token"
+        )
+    if keys := index_bytes_per_token(plan.shape):
+        texts.append(
+            "bytes and bits are of latents; the keys by which an index selects what a query reads take"
+            f" {count(keys)} bytes more of each token as SGLang keeps them, in fp8"
         )
     server = plan.server
     if server.states is not None:

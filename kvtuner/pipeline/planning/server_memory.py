@@ -50,7 +50,7 @@ class CacheCost(NamedTuple):
     """The bytes that a scheme takes.
 
     Attributes:
-        bytes_per_token: The bytes of a token on the fullest rank, of its rows and of layers with a window.
+        bytes_per_token: The bytes of a token on the fullest rank, of its rows, of layers with a window and of indexes.
         bytes_per_request: The bytes of a request slot's exact copies there.
         all_bytes_per_token: The bytes of a token's rows on the ranks of all pipeline stages together.
         all_bytes_per_request: The bytes of a request slot's exact copies there.

@@ -1,4 +1,7 @@
-"""The bytes that layers with a window take of SGLang's cache beside full layers. Knows nothing of schemes or GPUs."""
+"""The bytes that layers with a window, and indexes, take of SGLang's cache beside what is tuned.
+
+Knows nothing of schemes or GPUs.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,8 @@ def window_bytes_per_token(shape: ModelShape, tp_size: int) -> float:
     """
     windows = [layer for layer in shape.cache.layers if layer.kind.name == "window"]
     return window_share(shape.architecture) * sum(layer.native_bytes(tp_size) for layer in windows)
+
+
+def index_bytes_per_token(shape: ModelShape) -> int:
+    """The bytes on each rank of what SGLang keeps of a token's keys of indexes: fp8, and 4 bytes for 128 channels."""
+    return sum(layer.index_dim + layer.index_dim // 128 * 4 for layer in shape.cache.layers)

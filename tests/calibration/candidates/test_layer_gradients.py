@@ -51,7 +51,9 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "lfm2", "deepseek-v3", *READERS])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "gemma3", "lfm2", "deepseek-v3", "deepseek-v32", "glm-moe-dsa", *READERS]
+)
 def test_gradients_by_each_layers_input_are_those_of_the_whole_model(
     name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:

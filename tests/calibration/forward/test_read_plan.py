@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvtuner.calibration.forward import read_plan
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan, probabilities
+from kvtuner.calibration.forward.seen_tokens import SelectedTokens
 from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 
@@ -61,7 +63,10 @@ def attention_by_loops(
         for h in range(q.shape[1]):
             for t in range(q.shape[2]):
                 scores, values = [], []
-                for j in range(t + 1):
+                seen = range(t + 1)
+                if call.selected is not None:
+                    seen = [j for j in call.selected.indices[b, t].tolist() if j <= t]
+                for j in seen:
                     quantized = reads_quantized(plan, t, j) and not reads_copy(window, t, j)
                     key = (k_read if quantized else k)[b, h // group, j]
                     score = float(q[b, h, t] @ key) * call.scaling
@@ -105,6 +110,29 @@ def test_tokens_of_a_window_are_read_exactly_and_all_others_as_the_plan_says(
     late = AttentionCall(call.q[:, :, SPLIT + 2 :], call.k, call.v, call.scaling, softcap)  # as after a kept prompt
     read = attend_by_plan(late, plan, k_read, v_read, window)
     torch.testing.assert_close(read.double(), expected[:, :, SPLIT + 2 :], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", READ_PLANS)
+@pytest.mark.parametrize("window", [NO_WINDOW, ExactWindow(3, 1)], ids=str)
+@pytest.mark.parametrize("rows_at_a_time", [4, 128])
+def test_a_query_reads_the_tokens_that_an_index_selects_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, name, shape, softcap, window, rows_at_a_time
+) -> None:
+    """Early queries select later tokens too, as there are fewer before them than an index gives."""
+    monkeypatch.setattr(read_plan, "ROWS_AT_A_TIME", rows_at_a_time)
+    call, generator = random_call(shape, softcap), torch.Generator().manual_seed(5)
+    scores = torch.rand(shape[0], TOKENS, TOKENS, generator=generator).add_(torch.ones(TOKENS, TOKENS).tril())
+    call = replace(call, selected=SelectedTokens.of(scores.topk(4).indices.int(), TOKENS))
+    k_read, v_read = other_readings(call)
+    plan = ReadPlan(name, 0 if name == "cache" else SPLIT)
+    expected = attention_by_loops(call, plan, k_read, v_read, window)
+    read = attend_by_plan(call, plan, k_read, v_read, window)
+    torch.testing.assert_close(read.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = probabilities(call, call.grouped_query(), call.k, torch.arange(TOKENS))
+    assert ((weights > 0).sum(-1) == torch.arange(1, TOKENS + 1).clamp(max=4)).all()
+    assert SelectedTokens.of(scores.topk(TOKENS).indices, TOKENS) is None
 
 
 def test_rows_of_tokens_that_a_window_holds_for_every_query_are_never_touched() -> None:

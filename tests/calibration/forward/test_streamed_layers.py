@@ -57,7 +57,9 @@ def run_program(*arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-bias", "gpt-oss", "qwen3-next", "qwen2.5-vl", "gemma4-readers", "gemma3n"])
+@pytest.mark.parametrize(
+    "name", ["qwen2-bias", "gpt-oss", "qwen3-next", "qwen2.5-vl", "gemma4-readers", "gemma3n", "glm-moe-dsa"]
+)
 def test_all_figures_are_those_of_the_model_in_memory(name: str, model_folder: ModelFolder) -> None:
     whole, streamed = (all_figures.figures_of(str(model_folder(name)), loading) for loading in ("whole", "streamed"))
     assert streamed == whole

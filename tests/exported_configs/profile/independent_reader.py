@@ -1,6 +1,6 @@
 """Profiles and their rows, read as docs/profiles.md and format.md say and by nothing else; knows no kvtuner.
 
-A profile takes forty lines, geometry by layer forty-six more, a side file twenty-five, a row twenty-five and the hash
+A profile takes forty lines, geometry by layer forty-eight more, a side file twenty-five, a row twenty-five and the hash
 of a checkpoint twelve. Refused, with any exception, is what rows and addresses depend on; the rest of the format is not
 looked at.
 """
@@ -14,7 +14,8 @@ import zlib
 import numpy as np
 
 STEPS = ("centered", "balanced", "hadamard")
-COUNTS = ["num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim"]
+COUNTS = ["num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim", "index_dim"]
+BESIDE = {"kind": "full", "rope_dim": 0, "index_dim": 0}
 SIDE = {"bits", "transform", "group_size", "mu", "lambda"}
 KINDS = ("k", 2, STEPS), ("v", 3, STEPS[2:])
 LAYER_KIND = re.compile("(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
@@ -72,16 +73,16 @@ def check_counts(layer, earlier):
     if kind in ("none", "shared"):
         assert set(layer) == {"kind"}, "nothing stored"
         return None
-    assert set(layer) == {"kind", *COUNTS} and all(type(n) is int and 0 <= n <= 1024 for n in counts), "counts"
-    queries, heads, _, v_dim, rope_dim = counts
+    assert {*layer, "index_dim"} == {"kind", *COUNTS} and all(type(n) is int and 0 <= n <= 1024 for n in counts), "size"
+    queries, heads, _, v_dim, *beside = counts
     assert all(counts[:3]) and queries % heads == 0, "heads"
-    assert (heads == 1 and v_dim == 0) if kind == "latent" else (v_dim > 0 == rope_dim), "a latent, or keys and values"
+    assert (heads == 1 and v_dim == 0) if kind == "latent" else (v_dim > 0 == sum(beside)), "a latent, or both sides"
     return counts
 
 
 def read_geometry(shape, version):
     shape = {name: x for name, x in shape.items() if x is not None}
-    exceptions, usual = shape.pop("exceptions", []), {"kind": "full", "rope_dim": 0, **shape}
+    exceptions, usual = shape.pop("exceptions", []), {**BESIDE, **shape}
     own, shared = usual.pop("num_layers"), usual.pop("num_shared_layers")
     assert all(type(n) is int and 0 <= n <= 1024 for n in (own, shared)), "counts"
     check_counts(usual, ())
@@ -95,15 +96,17 @@ def read_geometry(shape, version):
     names = [layer["kind"].split(":")[0] for layer in changed.values()]
     total = own + names.count("none") + names.count("shared")
     assert all(type(number) is int and 0 <= number < total for number in changed), "layers of the model"
-    layers, owners = [changed.get(number, usual) for number in range(total)], {}
-    for number, layer in enumerate(layers):
+    layers, owners = [], {}
+    for number in range(total):
+        layer = {name: x for name, x in changed.get(number, usual).items() if (name, x) != ("index_dim", 0)}
+        layers.append(layer)
         counts = check_counts(layer, owners)
         owners |= {number: counts} if counts else {}
-    assert len(owners) == own > 0 and (version == 2 or not ({"kind", "rope_dim"} & {*shape} or exceptions))
+    assert len(owners) == own > 0 and (version == 2 or not ({*BESIDE} & {*shape} or exceptions))
     if exceptions or usual["kind"] != "full":
         assert names.count("shared") == shared, "shared layers are named"
         return {"layers": layers}, owners
-    return {name: x for name, x in shape.items() if name not in ("kind", "rope_dim")}, owners
+    return {name: x for name, x in shape.items() if name not in BESIDE}, owners
 
 
 def read_side_file(data, top):

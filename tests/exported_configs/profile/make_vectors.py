@@ -260,7 +260,8 @@ def with_nulls(profile: Profile) -> bytes:
     document["defaults"] = {
         side: {"fit": None, "word_bits": None, **shared} for side, shared in document["defaults"].items()
     }
-    document["geometry"] = {"kind": None, "rope_dim": None, "exceptions": None, **document["geometry"]}
+    unsaid = dict.fromkeys(("kind", "rope_dim", "index_dim", "exceptions"))
+    document["geometry"] = {**unsaid, **document["geometry"]}
     for exception in document["geometry"]["exceptions"] or ():
         exception |= {name: exception.get(name) for name in ("kind", *by_layer.COUNTS)}
     for layer in document["layers"]:

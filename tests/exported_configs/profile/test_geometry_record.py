@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
 VECTORS = Path(__file__).resolve().parents[3] / "exported_configs" / "vectors" / "valid"
-BY_LAYER = ("gaps", "windows", "two-geometries", "latents")
+BY_LAYER = ("gaps", "windows", "two-geometries", "latents", "indexes")
 MODEL = json.loads((VECTORS / "uniform.json").read_bytes())["model"]
 
 
@@ -55,7 +55,9 @@ def random_geometry(seed: int) -> CacheGeometry:
             owners.append(number)
             heads = draw.choice([1, 2])
             if kind == "latent":
-                layers.append(LayerGeometry(LayerKind("latent"), 4, 1, 32, 0, draw.choice([0, 16])))
+                layers.append(
+                    LayerGeometry(LayerKind("latent"), 4, 1, 32, 0, draw.choice([0, 16]), draw.choice([0, 8]))
+                )
             else:
                 own = LayerKind("window", draw.choice([64, 128])) if kind == "window" else LayerKind()
                 layers.append(LayerGeometry(own, 4, heads, 32, draw.choice([16, 32])))
@@ -96,7 +98,7 @@ def test_two_ways_to_write_one_geometry_have_one_digest(seed: int) -> None:
     """Another geometry for all, with exceptions for the rest, hashes the same."""
     geometry = random_geometry(seed)
     document = json.loads(dump_profile(built(geometry)))
-    counts = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim")
+    counts = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim", "index_dim")
     usual = {
         "kind": "window:77",
         "num_attention_heads": 5,
@@ -104,6 +106,7 @@ def test_two_ways_to_write_one_geometry_have_one_digest(seed: int) -> None:
         "head_dim": 3,
         "v_head_dim": 7,
         "rope_dim": 0,
+        "index_dim": 0,
     }
     exceptions = []
     for number, layer in enumerate(geometry.layers):
@@ -167,7 +170,11 @@ def test_latent_takes_the_bytes_of_one_row_and_its_rotary_channels() -> None:
 def test_whoever_takes_layers_alike_only_refuses_the_first_other_one_by_name(name: str) -> None:
     profile = vector(name)
     first = {"gaps": "0 has kind none", "windows": "0 has kind window:128"}
-    first |= {"two-geometries": "0 has kind window:1024", "latents": "0 has kind latent"}
+    first |= {
+        "two-geometries": "0 has kind window:1024",
+        "latents": "0 has kind latent",
+        "indexes": "0 has kind latent",
+    }
     callers = [profile.to_geometry, lambda: profile.check_model(object())]  # type: ignore[arg-type]  # refused before it is read
     callers += [lambda name=name: write(profile, name) for name in FORMATS]
     for call in callers:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     Document = dict[str, Any]
 
-NAMES = ("gaps", "windows", "two-geometries", "latents")
-COUNTS = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim")
+NAMES = ("gaps", "windows", "two-geometries", "latents", "indexes")
+COUNTS = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim", "index_dim")
 MOST_LAYERS = 4096
 FULL, LATENT, NOTHING = (LayerKind(name) for name in ("full", "latent", "none"))
 
@@ -78,17 +78,24 @@ def profiles(make: Callable[..., Profile], transform: Callable[..., Any]) -> dic
             ],
             **thirty_two,
         ),
+        # Layers 1 and 3 read what the indexes of 0 and 2 select.
+        "indexes": make(
+            CacheGeometry((LayerGeometry(LATENT, 16, 1, 64, 0, 16, 24), latent) * 2),
+            [LayerQuantization(4, None, rotated), LayerQuantization(2, None)] * 2,
+            **thirty_two,
+        ),
     }
 
 
 def hashed_geometry(geometry: Document) -> Document:
     """What the digest covers of a geometry in a file, as whoever forges a profile would write it."""
-    extra = ("kind", "rope_dim", "exceptions")
+    unsaid: Document = {"kind": "full", "rope_dim": 0, "index_dim": 0}
+    extra = (*unsaid, "exceptions")
     shape = {name: value for name, value in geometry.items() if name not in extra}
     stated = {name: geometry[name] for name in extra if geometry.get(name) is not None}
-    if stated in ({}, {"kind": "full"}, {"rope_dim": 0}, {"kind": "full", "rope_dim": 0}):
+    if all(unsaid.get(name) == value for name, value in stated.items()):
         return shape
-    usual = {"kind": "full", "rope_dim": 0, **shape, **stated}
+    usual = {**unsaid, **shape, **stated}
     named: dict[Any, Document] = {}
     for exception in geometry.get("exceptions") or ():
         change = {name: value for name, value in exception.items() if name != "layers" and value is not None}
@@ -101,15 +108,14 @@ def hashed_geometry(geometry: Document) -> Document:
     for number in range(total):
         full = {**{name: usual.get(name) for name in (*COUNTS, "kind")}, **named.get(number, {})}
         empty = str(full["kind"]).startswith(("none", "shared"))
+        full = {name: value for name, value in full.items() if name != "index_dim" or value != 0}
         layers.append({"kind": full["kind"]} if empty else full)
     return {"layers": layers}
 
 
 def invalid(documents: dict[str, Document], changed: Callable[..., Document]) -> Iterator[tuple[str, bool, Document]]:
     """Name of the broken rule, whether rows or addresses depend on it, and the document."""
-    first, gaps, windows, two, latents = (
-        documents[name] for name in ("example", "gaps", "windows", "two-geometries", "latents")
-    )
+    first, gaps, windows, two, latents, indexes = (documents[name] for name in ("example", *NAMES))
     other = "geometry.exceptions.0"
     yield (
         "exceptions-before-their-version",
@@ -118,6 +124,7 @@ def invalid(documents: dict[str, Document], changed: Callable[..., Document]) ->
     )
     yield "kind-before-its-version", True, changed(first, "geometry.kind", "full")
     yield "rope-dim-before-its-version", True, changed(first, "geometry.rope_dim", 0)
+    yield "index-dim-before-its-version", True, changed(first, "geometry.index_dim", 0)
     yield "group-of-its-own-before-its-version", True, changed(first, "layers.0.v.group_size", 8)
     yield "exceptions-empty", False, changed(windows, "geometry.exceptions", [])
     yield "exception-without-layers", True, changed(windows, f"{other}.layers", [])
@@ -159,6 +166,8 @@ def invalid(documents: dict[str, Document], changed: Callable[..., Document]) ->
     yield "group-of-its-own-does-not-divide", True, changed(two, "layers.3.k.group_size", 48)
     yield "group-of-its-own-zero", True, changed(two, "layers.3.k.group_size", 0)
     yield "rope-dim-of-keys", True, changed(windows, "geometry.rope_dim", 16)
+    yield "index-dim-of-keys", True, changed(windows, "geometry.index_dim", 16)
+    yield "index-dim-negative", True, changed(indexes, f"{other}.index_dim", -24)
     yield "latent-with-values", True, changed(latents, "layers.0.v", {"bits": 4})
     yield "latent-with-channels-of-values", True, changed(latents, "geometry.v_head_dim", 64)
     yield "latent-of-two-heads", True, changed(latents, "geometry.num_kv_heads", 2)

@@ -6,7 +6,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen2Config, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV32Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +30,9 @@ DEEPSEEK_BYTES = 688_586_727_753
 def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`hub_model("llama" or "qwen", **changes)`: a folder like Llama-3.1-8B's or Qwen2.5-7B's, without weights.
 
-    "deepseek-v3" has latents. "gpt-oss" and "gemma3" are like gpt-oss-20b's and Gemma 3's of 12B, whose layers have
-    windows, of 8 bits a weight. "qwen3-next" has states beside keys, as its default configuration says.
+    "deepseek-v3" has latents, and "deepseek-v32" indexes beside them. "gpt-oss" and "gemma3" are like gpt-oss-20b's and
+    Gemma 3's of 12B, whose layers have windows, of 8 bits a weight. "qwen3-next" has states beside keys, as its default
+    configuration says.
     """
 
     def make(name: str, **changes: Any) -> Path:
@@ -44,10 +53,10 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             config, total = make_config(**own, **(heads if name == "gpt-oss" else {}), **changes), GPT_OSS_BYTES
         elif name == "qwen3-next":
             config, total = Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], dtype="bfloat16", **changes), 0
-        elif name == "deepseek-v3":
-            config = DeepseekV3Config(
-                architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16", max_position_embeddings=163_840, **changes
-            )
+        elif name in ("deepseek-v3", "deepseek-v32"):
+            latent_config: Any = DeepseekV3Config if name == "deepseek-v3" else DeepseekV32Config
+            own = {"architectures": [latent_config.__name__.replace("Config", "ForCausalLM")], "dtype": "bfloat16"}
+            config = latent_config(**own, max_position_embeddings=163_840, **changes)
             total = DEEPSEEK_BYTES
         else:
             settings = {

@@ -175,6 +175,19 @@ def test_every_rank_holds_whole_latents_and_the_rotary_channels_beside_them(hub_
         plan_of(hub_model("deepseek-v3"), **options, pp_size=2)
 
 
+def test_keys_of_indexes_are_counted_beside_latents_as_sglang_keeps_them(hub_model: HubModel) -> None:
+    """A key of DeepSeek V3.2's index has 128 channels of fp8 and a scale of 4 bytes, in each of 61 layers."""
+    options: dict[str, Any] = {"gpu": "H200", "context_length": 32_768, "tp_size": 8, "concurrency": 600}
+    plan, without = (plan_of(hub_model(name), **options) for name in ("deepseek-v32", "deepseek-v3"))
+    copies = 61 * 32 * (2 * (512 + 64) + 4)
+    for row, other in zip(plan.schemes, without.schemes, strict=False):
+        assert row.bytes_per_token == other.bytes_per_token
+        slots = 601 * copies if row.kind in ("uniform", "budget") else 0
+        assert row.tokens == (plan.server.pool_bytes - slots) // (row.bytes_per_token + 61 * (128 + 4)), row
+    assert "take 8,052 bytes more of each token as SGLang keeps them, in fp8" in " ".join(assumptions(plan))
+    assert "index" not in " ".join(assumptions(without))
+
+
 @pytest.mark.parametrize(("concurrency", "residual_length"), [(None, 0), (20, 32), (700, 32)])
 def test_states_are_taken_from_the_cache_before_tokens(
     hub_model: HubModel, concurrency: int | None, residual_length: int
