@@ -43,6 +43,8 @@ _OTHER_ATTENTION: Final = {
     **{name: name for name in ("position_bias", "head_mask", "sinks", INDICES, "block_indices")},
 }
 """What arguments of some models' attention are, which change its result."""
+_SERVED_BY_CHUNKS: Final = ("llama4_text",)
+"""The models whose layers read chunks in a server of a profile."""
 _ATTENTION: Final = ("full_attention", "attention")
 _INDEXED: Final = "indexed_attention"
 """The name of layers that read the tokens that an index selects."""
@@ -181,6 +183,8 @@ def read_cache_geometry(config: ConfigLike, *, context_length: int | None = None
 def read_served_geometry(config: ConfigLike, *, context_length: int | None = None) -> CacheGeometry:
     """What every layer of a model caches that SGLang serves with a profile: all tokens, those of a window, or none.
 
+    Chunks are windows that SGLang serves of some models.
+
     Of all tokens a layer caches keys and values, or latents; one that reads another layer's caches none.
 
     Raises:
@@ -192,7 +196,7 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
     name, types = getattr(text, "model_type", type(text).__name__), layer_kinds(text)
     for layer_id, layer in enumerate(geometry.layers):
         kind = types[min(layer_id, len(types) - 1)]
-        if kind == "chunked_attention" and layer.kind != LayerKind():
+        if kind == "chunked_attention" and layer.kind != LayerKind() and name not in _SERVED_BY_CHUNKS:
             raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, which reads its chunk alone"))
         if layer.index_dim:
             raise UnsupportedModelError(

@@ -41,6 +41,13 @@ def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:
     return SimpleNamespace(get_text_config=lambda decoder: text, is_encoder_decoder=is_encoder_decoder)
 
 
+CHUNKS = remote_config(
+    layer_types=["chunked_attention", "full_attention"], attention_chunk_size=64, max_position_embeddings=128,
+    num_hidden_layers=2, hidden_size=32, num_attention_heads=2,
+)  # fmt: skip
+"""A model with chunks of which no server knows."""
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -93,6 +100,7 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     assert read_served_geometry(Qwen3NextConfig()).tuned().ids == tuple(range(3, 48, 4))
     assert read_served_geometry(FalconH1Config()).tuned().layer_ids is None
     assert read_served_geometry(DeepseekV3Config()).tuned().is_latent
+    assert read_served_geometry(Llama4TextConfig()).tuned().ids == tuple(range(3, 48, 4))
     assert read_served_geometry(Gemma3nTextConfig()).num_readers() == {18: 12, 19: 3}
     assert read_served_geometry(Gemma4TextConfig(num_kv_shared_layers=18)).num_readers() == {10: 15, 11: 3}
 
@@ -100,7 +108,7 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (Llama4TextConfig(), "chunked_attention in layer 0, which reads its chunk alone"),
+        (CHUNKS, "chunked_attention in layer 0, which reads its chunk alone"),
         (DeepseekV32Config(), "indexed_attention in layer 0, whose queries read the tokens that an index selects"),
         (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
     ],

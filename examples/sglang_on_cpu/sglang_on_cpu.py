@@ -6,6 +6,7 @@ an entry point in SGLang's group of platforms. For trying things out and for tes
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -157,6 +158,31 @@ def read_images_without_torchvision() -> None:
     pixtral.PixtralProcessor = importlib.import_module(f"{pixtral.__name__}.processing_pixtral").PixtralProcessor
 
 
+def run_llama_4() -> None:
+    """Let Llama 4 rotate and norm queries and keys in float32, and weigh what its experts read.
+
+    Of GPUs it expects rotations in place, elsewhere it rounds what it norms, and SGLang's experts in torch weigh what
+    they return alone.
+    """
+    import torch
+
+    llama4: Any = importlib.import_module("sglang.srt.models.llama4")
+    llama4._is_npu = True  # where rotations are not in place
+    llama4._is_cuda = True  # where norms are not rounded
+    llama4.Llama4MoE._forward_core_shared_routed_overlap = llama4.Llama4MoE._forward_core_normal
+    experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    forward = experts.moe_forward_native
+
+    def forward_weighed(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        if config.apply_router_weight_on_input:  # of one expert for a token
+            x, chosen = x * chosen.topk_weights, chosen._replace(topk_weights=torch.ones_like(chosen.topk_weights))
+            config = dataclasses.replace(config, apply_router_weight_on_input=False)
+        outputs: torch.Tensor = forward(layer, x, chosen, config)
+        return outputs
+
+    experts.moe_forward_native = forward_weighed
+
+
 class PageableTorch(ModuleType):
     """The module torch, except that what it makes is not pinned, which takes a GPU."""
 
@@ -246,6 +272,7 @@ def __getattr__(name: str) -> Any:
             leave_widths_by_layer()
             cap_logits_in_torch()
             run_state_spaces()
+            run_llama_4()
             send_without_streams()
             keep_pools_where_lmcache_reads_them()
             if importlib.util.find_spec("mooncake") is None:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
+from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.model_check import calibrated_positions
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import (
     keeps_states,
     model_config_of,
-    reads_images_both_ways,
+    put_right,
+    reading_both_ways,
 )
 from kvtuner.runtime_loader.sglang.compat.processes import (
     decide,
@@ -145,8 +147,9 @@ def _check(server_args: Any) -> None:
                 f" ({profile.window}): copies of drafts that are not accepted would stay; drop it, or serve a profile"
                 " without a window"
             )
-        if reads_images_both_ways(model_config):
-            refuse_of_images(arguments, profile.window)
+        both_ways = reading_both_ways(model_config)
+        if both_ways:
+            refuse_of_images(arguments, profile.window if "full" in both_ways else NO_WINDOW)
         state.checked_digest = profile.digest
         if loaded.request.uniform is None:
             logger.info("kvtuner: serving %s", loaded.request.profile)
@@ -210,6 +213,7 @@ def _start_scheduler(server_args: Any) -> None:
 
         arguments = resolved(server_args)
         _refuse_options(arguments, loaded.request)  # again: some are decided after all resolution hooks
+        put_right(model_config_of(server_args))
         if loaded.request.hicache_only:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.

@@ -18,12 +18,14 @@ from kvtuner.runtime_loader.sglang.compat.attention import (
     first_attention_layer,
     let_text_run_beside_images,
     read_absorbed,
+    read_by_chunks,
     refuse_unserved,
 )
 from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
-from kvtuner.runtime_loader.sglang.compat.model import reads_images_both_ways
+from kvtuner.runtime_loader.sglang.compat.model import chunk_of, reading_both_ways
 from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
+from kvtuner.runtime_loader.sglang.other_layers import OtherLayers
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
@@ -48,20 +50,28 @@ def make_backend(runner: Any) -> PackedAttnBackend | None:
     with refusing():
         windows = windows_of(pool.rank_state.profile)
         check_readers(runner.model, pool.rank_state.profile.geometry.whole())
+        chunk = chunk_of(runner.model_config) if windows else None
+        if chunk is not None:
+            read_by_chunks(runner, windows)
         check_attention_layers(runner.model, runner.model_config.context_len, windows)
-        check_windows(runner, windows)
+        if chunk is None:
+            check_windows(runner, windows)
         if isinstance(pool, PackedLatentPool):
             read_absorbed(runner.model, pool.shape_of_layer()[1:])
-    return PackedAttnBackend(runner)
+    return PackedAttnBackend(runner, chunk=chunk)
 
 
 class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is not typed
-    """SGLang's Triton backend, reading packed rows where it calls its kernels."""
+    """SGLang's Triton backend, reading packed rows where it calls its kernels.
+
+    Other layers read windows or, where it is given, chunks of `chunk` tokens.
+    """
 
     decode_attention_fwd: Any
 
-    def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, runner: Any, *args: Any, chunk: int | None = None, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
+        self._others = OtherLayers(self, chunk)
         self.pool: PackedPool = full_part(runner.token_to_kv_pool)
         self.attention = self.pool.rank_state.attention
         self._layers = [(keys, values) for _, keys, values in self.pool.read_layers]
@@ -69,8 +79,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         readers = self.pool.rank_state.profile.geometry.whole().num_readers().items()
         self._shared = SharedChunks({layer_id: number for layer_id, number in readers if layer_id in self._packed})
         self._first_layer = first_attention_layer(runner.model)
-        self._reads_images_both_ways = reads_images_both_ways(runner.model_config)
-        if self._reads_images_both_ways:
+        self._both_ways = reading_both_ways(runner.model_config)
+        if "full" in self._both_ways:
             let_text_run_beside_images()
         with refusing():
             self.attention.prepare(self._layers, self.num_head, runner.req_to_token_pool.size)
@@ -107,6 +117,23 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             prefill.check(self._layers, self.num_head, self.pool.model_dtype)
             logger.info("kvtuner: long chunks attend by SGLang's flash attention, self-test passed")
             return prefill
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """List what a batch reads as SGLang's method does, with chunks for windows."""
+        super().init_forward_metadata(forward_batch)
+        self._others.begin(forward_batch)
+
+    def _update_decode_kv_buffers(
+        self, plan: Any, bs: int, seq_lens: Tensor, req_pool_indices: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """List what a graph of `bs` requests that decode reads as SGLang's method does, with chunks for windows."""
+        indptr, window_indptr, window_lengths, lengths = super()._update_decode_kv_buffers(
+            plan, bs, seq_lens, req_pool_indices
+        )
+        chunks = self._others.of_graph(plan, seq_lens[:bs], req_pool_indices[:bs])
+        if chunks is not None:
+            window_indptr, window_lengths = chunks
+        return indptr, window_indptr, window_lengths, lengths
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **rest: Any
@@ -201,15 +228,22 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         k_descale: float, v_descale: float, sm_scale: float, *, logit_cap: float = 0.0, **arguments: Any,
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
+        if self._both_ways == {"window"} and isinstance(keys, PackedRows) and not self._verifies:
+            custom_mask = None  # it is of the other layers
         mask = None
-        if custom_mask is not None and mask_indptr is not None and (self._verifies or self._reads_images_both_ways):
+        if custom_mask is not None and mask_indptr is not None and (self._verifies or self._both_ways):
             mask = ChunkMask(custom_mask, mask_indptr)
         # A kernel that is told that new tokens are causal reads none behind its block of queries, whatever a mask says.
         host_is_causal = is_causal and (mask is None or self._verifies)
         if not (isinstance(keys, PackedRows) and isinstance(values, PackedRows)):
+            read = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, None if self._verifies else mask)
+            read, options = self._others.of_extend(read, layer.sliding_window_size + 1)
+            if read.mask is not None:
+                custom_mask, mask_indptr = read.mask.mask, read.mask.starts
             super()._forward_extend_kernel(
-                layer, q, k, v, o, keys, values, qo_indptr, kv_indptr, kv_indices, custom_mask, host_is_causal,
-                mask_indptr, max_len_extend, k_descale, v_descale, sm_scale, logit_cap=logit_cap, **arguments,
+                layer, q, k, v, o, keys, values, read.tokens, read.prefix, read.slots, custom_mask, host_is_causal,
+                mask_indptr, read.longest, k_descale, v_descale, sm_scale, logit_cap=logit_cap,
+                **{**arguments, **options},
             )  # fmt: skip
             return
         refuse_unserved({**arguments, "custom_mask": None if mask else custom_mask, "is_causal": is_causal})

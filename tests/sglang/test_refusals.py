@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import transformers
+from tiny.image_models import CAUSAL_IMAGES
 from tiny.served_images import save_image_model
 from transformers import AutoConfig
 
@@ -97,15 +99,18 @@ def test_deterministic_inference(tiny: Path, refused: Refused, fitting: Path) ->
         assert line.endswith("drop it")
 
 
-@pytest.mark.parametrize("name", ["llama4", "llama4-images"])
-def test_a_model_whose_keys_have_another_order_of_channels(
-    name: str, refused: Refused, model_folder: ModelFolder
+def test_a_decoder_whose_queries_and_keys_sglang_rotates_otherwise(refused: Refused, model_folder: ModelFolder) -> None:
+    line = refused(model_folder("llama4"), "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
+    assert line.startswith("SGLang's code for Llama4ForCausalLM rotates other channels than transformers, and loads no")
+
+
+def test_another_padding_than_sglangs_in_the_own_inputs_of_layers(
+    refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
-    folder = model_folder(name, attention_chunk_size=128, max_position_embeddings=128)  # all of its context
-    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--disable-hybrid-swa-memory")
-    line = refused(folder, *flags)
-    assert line.startswith("SGLang's code for Llama4For")
-    assert "has the channels of keys in another order than transformers" in line
+    fields = replace(CAUSAL_IMAGES, text={**CAUSAL_IMAGES.text, "pad_token_id": 7})
+    save_image_model("Gemma4", make_tokenizer(), tmp_path, fields)
+    line = refused(tmp_path, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
+    assert "features of images the layers' own inputs of token 0, and this model has 7 for its pad_token_id" in line
 
 
 def test_exact_windows_of_a_model_whose_images_are_read_both_ways(

@@ -6,9 +6,11 @@ import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, install
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TritonAttnBackend", "check_attention_layers", "check_readers", "check_windows", "first_attention_layer",
-    "let_text_run_beside_images", "on_triton_backend", "read_absorbed", "refuse_unserved",
+    "let_text_run_beside_images", "list_window_slots", "on_triton_backend", "read_absorbed", "read_by_chunks",
+    "refuse_unserved",
 ]  # fmt: skip
 
 logger: Final = logging.getLogger("kvtuner")
@@ -32,6 +35,7 @@ logger: Final = logging.getLogger("kvtuner")
 _BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _KERNELS = "sglang.kernels.ops.attention"
 _MASKS: Final = "sglang.srt.models.gemma3_mm.Gemma3ForConditionalGeneration.prepare_attn_masks"
+_SLOTS: Final = "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.pack_read_stream"
 _NO_IMAGES: Final = SimpleNamespace(mm_items=())
 _DISPATCH: Final = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"
 
@@ -73,6 +77,49 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
 
     create.is_kvtuner = True  # type: ignore[attr-defined]
     attention_registry.ATTENTION_BACKENDS[name] = create
+
+
+def read_by_chunks(runner: Any, chunks: Mapping[int, int]) -> None:
+    """Let the layers of a model runner that read chunks, by their global ids, take the token slots of windows.
+
+    SGLang's code gives them no window, so that its Triton attention would look for all tokens in the windows' part.
+    """
+    check_leading(f"{_BACKEND}.init_forward_metadata", "self", "forward_batch")
+    check_leading(f"{_BACKEND}._update_decode_kv_buffers", "self", "plan", "bs", "seq_lens", "req_pool_indices")
+    check_leading(_SLOTS, "self", "plan", "req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx")
+    for name, module in _attention_layers(runner.model):
+        size = chunks.get(module.layer_id)
+        if module.use_irope != (size is not None) or size not in (None, runner.sliding_window_size):
+            what = f"chunks of {runner.sliding_window_size} tokens" if module.use_irope else "all tokens"
+            by_profile = "all tokens" if size is None else f"chunks of {size} tokens"
+            raise ServingError(
+                f"{name} of this model reads {what} in SGLang, but by its profile {by_profile}; serve it without a"
+                " profile"
+            )
+        if size is not None:
+            module.sliding_window_size = size - 1  # SGLang counts the tokens before the query
+
+
+def list_window_slots(
+    backend: TritonAttnBackend, plan: Any, requests: torch.Tensor, ends: torch.Tensor, lengths: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The bounds and token slots of the last `lengths` tokens before `ends` of requests, where their windows lie.
+
+    Written to where the backend has bounds of windows, and to `out`, if given.
+    """
+    bounds = backend.window_kv_indptr[: len(lengths) + 1]
+    bounds[1:] = lengths.cumsum(0)
+    if out is None:
+        out = torch.empty(int(bounds[-1]), dtype=torch.int64, device=lengths.device)
+    pool, translator = backend.token_to_kv_pool, backend.kv_index_translator
+    mapping = pool.full_to_swa_index_mapping if isinstance(pool, SWAKVPool) else None
+    is_mapped = translator.pack_read_stream(
+        plan, req_pool_indices=requests, seq_lens=lengths, indptr=bounds, out=out, kv_start_idx=ends - lengths,
+        token_mapping=mapping,
+    )  # fmt: skip
+    assert is_mapped == (mapping is not None), "other pools are refused"
+    return bounds, out
 
 
 def check_attention_layers(model: Module, context_length: int, windows: Mapping[int, int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""SGLang's model configurations: which model, and which kind of KV pool SGLang gives it."""
+"""SGLang's model configurations: which model, which kind of KV pool SGLang gives it, what of its code is put right."""
 
 from __future__ import annotations
 
@@ -10,21 +10,32 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_ranges import write_layers
-from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_positions
+from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, install
+from kvtuner.runtime_loader.sglang.compat.positions import LLAMA_4, refuse_other_positions
+from kvtuner.runtime_loader.sglang.process_state import process_state
+from kvtuner.supported_models import layer_kinds
 
 if TYPE_CHECKING:
-    from kvtuner.layer_geometry import CacheGeometry
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kvtuner.layer_geometry import CacheGeometry, KindName
 
 __all__ = [
-    "configuration_of", "has_attention_sinks", "keeps_states", "model_config_of", "reads_images_both_ways",
-    "refuse_other_pools",
+    "chunk_of", "configuration_of", "has_attention_sinks", "keeps_states", "model_config_of", "put_right",
+    "reading_both_ways", "refuse_other_pools",
 ]  # fmt: skip
 
 TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
 """The flag by which SGLang takes a model that reads images for one of text."""
+_GEMMA_4: Final = "Gemma4ForConditionalGeneration"
+"""The architecture whose full layers read images causally, in transformers' code."""
 WITH_IMAGES: Final = (
     "Gemma3ForConditionalGeneration",
+    _GEMMA_4,
     "KimiK25ForConditionalGeneration",
+    LLAMA_4,
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -61,6 +72,61 @@ def _own_class(config: Any) -> Any:
     return getattr(transformers, CONFIG_MAPPING_NAMES.get(config.model_type, ""), type(config))
 
 
+def chunk_of(model_config: Any) -> int | None:
+    """The tokens of the chunks that some layers of a model read by; None where none does."""
+    text = configuration_of(model_config).get_text_config(decoder=True)
+    return int(text.attention_chunk_size) if "chunked_attention" in layer_kinds(text) else None
+
+
+def put_right(model_config: Any) -> None:
+    """Let SGLang's code of a model do what transformers' does, where a profile is served. Called before it is loaded.
+
+    The order of channels is put right of Llama 4, and of Gemma 4 what becomes of the padding of images, and whose
+    tokens read one another.
+    """
+    architecture = model_config.hf_config.architectures[0]
+    if architecture == LLAMA_4:
+        process_state().hook_once(architecture, _keep_order_of_channels)
+    if architecture == _GEMMA_4 and model_config.is_multimodal:
+        process_state().hook_once(architecture, _read_images_as_transformers)
+
+
+def _keep_order_of_channels() -> None:
+    """Load queries and keys in the order of channels that checkpoints and profiles have.
+
+    SGLang puts pairs of channels that are rotated together half a head apart, and rotates such pairs; here neighbours
+    stay neighbours and are rotated.
+    """
+
+    def as_they_are(original: Callable[..., Any], self: Any, name: str, loaded_weight: Tensor) -> tuple[str, Tensor]:
+        return name, loaded_weight
+
+    def of_neighbours(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return original(*arguments, **{**options, "is_neox_style": False})
+
+    loading = f"sglang.srt.models.mllama4.{LLAMA_4}.permute_qk_weight_for_rotary"
+    install(loading, as_they_are, AROUND, "name", "loaded_weight")
+    install("sglang.srt.models.llama4.get_rope", of_neighbours, AROUND, "is_neox_style")
+
+
+def _read_images_as_transformers() -> None:
+    """Leave padding out of the features of an image, and its tokens causal where the configuration does.
+
+    SGLang adds the patches that pad an image to its first feature, and makes masks for all models of the kind.
+    """
+
+    def without_padding(original: Callable[..., None], self: Any, config: Any, **_: Any) -> None:
+        original(self, config, mask_pad_before_pool=True)
+
+    def as_configured(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
+        if _reads_in_windows_both_ways(self.config):
+            original(self, *arguments, **options)
+
+    pooler = "sglang.srt.models.gemma4_vision.Gemma4VisionPooler.__init__"
+    install(pooler, without_padding, AROUND, "config", "mask_pad_before_pool")
+    install(f"sglang.srt.models.gemma4_mm.{_GEMMA_4}.prepare_attn_masks", as_configured, AROUND, "forward_batch")
+
+
 def keeps_states(model_config: Any) -> bool:
     """Whether some layers of a model keep a state of each request, of linear attention, convolutions or the like."""
     return mambaish_config(model_config) is not None
@@ -94,6 +160,12 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f"{name} reads more than text, which was tried with a packed KV pool for the classes of {tried} alone;"
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
+    text = model_config.hf_text_config
+    if model_config.is_multimodal and name == _GEMMA_4 and text.hidden_size_per_layer_input and text.pad_token_id:
+        raise UnsupportedModelError(
+            f"SGLang's code for {name} gives features of images the layers' own inputs of token 0, and this model has"
+            f" {text.pad_token_id} for its pad_token_id; serve its text, with {TEXT_ALONE}"
+        )
     _refuse_other_states(model_config, geometry)
     readers = geometry.readers
     windows = [layer for layer in readers if geometry.layers[geometry.owner_of(layer)].kind.name == "window"]
@@ -105,7 +177,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             " --disable-hybrid-swa-memory, or serve it without a profile"
         )
     refuse_other_positions(configuration_of(model_config), model_config.hf_config)
-    if windows and not _gives_windows(name):
+    if windows and chunk_of(model_config) is None and not _gives_windows(name):
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"
             " without a profile"
@@ -146,11 +218,19 @@ def _gives_windows(architecture: str) -> bool:
     return hasattr(_class_of(architecture), "get_attention_sliding_window_size")
 
 
-def reads_images_both_ways(model_config: Any) -> bool:
-    """Whether the tokens of an image read one another: SGLang's class of a model then makes masks of chunks."""
-    if not model_config.is_multimodal:
-        return False
-    return hasattr(_class_of(model_config.hf_config.architectures[0]), "prepare_attn_masks")
+def reading_both_ways(model_config: Any) -> frozenset[KindName]:
+    """The kinds of layers in which the tokens of an image read one another: SGLang makes masks of chunks for them."""
+    name = model_config.hf_config.architectures[0]
+    if not model_config.is_multimodal or not hasattr(_class_of(name), "prepare_attn_masks"):
+        return frozenset()
+    if name != _GEMMA_4:
+        return frozenset({"full", "window"})
+    return frozenset({"window"} if _reads_in_windows_both_ways(model_config.hf_config) else ())
+
+
+def _reads_in_windows_both_ways(config: Any) -> bool:
+    """Whether the tokens of an image read one another in a Gemma 4, whose full layers are causal for all."""
+    return bool(config.get_text_config(decoder=True).use_bidirectional_attention == "vision")
 
 
 def _class_of(architecture: str) -> type:

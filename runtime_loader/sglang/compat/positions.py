@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import architecture_of
+from kvtuner.layer_ranges import write_layers
 
 BASES: Final = {
     "Exaone4ForCausalLM": 1e6,
@@ -25,8 +26,10 @@ from that field of a file.
 """
 _BY_WORD: Final = ("Exaone4ForCausalLM",)
 """The architectures whose windows SGLang reads from a word in the configuration, not from its types of layers."""
-_OTHER_CHANNELS: Final = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-"""The architectures whose queries and keys SGLang has in another order of channels, or rotates as if it had."""
+LLAMA_4: Final = "Llama4ForConditionalGeneration"
+"""The architecture of which each fourth layer in SGLang's code reads all tokens, and has no rotary positions."""
+_LLAMA_4_ALONE: Final = "Llama4ForCausalLM"
+"""The architecture of its decoder alone, whose channels SGLang rotates as if it had put them in another order."""
 _ALSO: Final = "SGLang reads it so without a profile too"
 
 
@@ -36,11 +39,13 @@ def refuse_other_positions(config: Any, served: Any) -> None:
     Its configuration is transformers' own, with what a server overrides, and `served` is the one that SGLang holds.
     """
     name = architecture_of(config)
-    if name in _OTHER_CHANNELS:
+    if name == _LLAMA_4_ALONE:
         raise UnsupportedModelError(
-            f"SGLang's code for {name} has the channels of keys in another order than transformers, in which profiles"
-            " hold them; serve it without a profile"
+            f"SGLang's code for {name} rotates other channels than transformers, and loads no experts; serve a"
+            f" checkpoint of {LLAMA_4}, as Meta's are, or serve it without a profile ({_ALSO})"
         )
+    if name == LLAMA_4:
+        _refuse_other_turns(config.get_text_config(decoder=True), name)
     if name not in BASES:
         return
     text = config.get_text_config(decoder=True)
@@ -48,6 +53,25 @@ def refuse_other_positions(config: Any, served: Any) -> None:
         _refuse_other_base(text, served, name)
     if name in _BY_WORD:
         _refuse_other_pattern(text, name)
+
+
+def _refuse_other_turns(text: Any, name: str) -> None:
+    """Refuse a Llama 4 whose full layers, rotary positions or experts come in other turns than in SGLang's code."""
+    layers = range(text.num_hidden_layers)
+    fourth = [layer for layer in layers if (layer + 1) % 4 == 0]
+    step = text.interleave_moe_layer_step
+    turns = {
+        "layer_types": ([layer for layer in layers if text.layer_types[layer] == "full_attention"], fourth),
+        "no_rope_layers": ([layer for layer in layers if not text.no_rope_layers[layer]], fourth),
+        "moe_layers": (sorted(text.moe_layers), [layer for layer in layers if not step or (layer + 1) % step == 0]),
+    }
+    for field, (configured, read) in turns.items():
+        if configured != read:
+            named = f"layers {write_layers(configured)}" if configured else "no layer"
+            raise UnsupportedModelError(
+                f"{field} of this model names {named}, and SGLang's code for {name} takes"
+                f" {write_layers(read) or 'none'}, whatever it says; serve it without a profile ({_ALSO})"
+            )
 
 
 def _refuse_other_base(text: Any, served: Any, name: str) -> None:

@@ -182,8 +182,8 @@ def test_keys_of_indexes_are_counted_beside_latents_as_sglang_keeps_them(hub_mod
     copies = 61 * 32 * (2 * (512 + 64) + 4)
     for row, other in zip(plan.schemes, without.schemes, strict=False):
         assert row.bytes_per_token == other.bytes_per_token
-        slots = 601 * copies if row.kind in ("uniform", "budget") else 0
-        assert row.tokens == (plan.server.pool_bytes - slots) // (row.bytes_per_token + 61 * (128 + 4)), row
+        beside = 601 * copies + row.workspace_bytes if row.kind in ("uniform", "budget") else 0
+        assert row.tokens == (plan.server.pool_bytes - beside) // (row.bytes_per_token + 61 * (128 + 4)), row
     assert "take 8,052 bytes more of each token as SGLang keeps them, in fp8" in " ".join(assumptions(plan))
     assert "index" not in " ".join(assumptions(without))
 

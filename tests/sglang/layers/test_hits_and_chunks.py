@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from fixture_types import MixedProfile, ModelFolder, Prompts, SaveProfile, Serve
 
-L, W, F = "linear_attention", "sliding_attention", "full_attention"
+L, W, C, F = "linear_attention", "sliding_attention", "chunked_attention", "full_attention"
 CHUNK = 64
 BY_NAME = ("--attention-backend", "triton")
 """SGLang asks for this backend by name, before it knows of a profile, beside windows and beside states."""
@@ -20,6 +20,13 @@ STATES = (*BY_NAME, "--max-mamba-cache-size", "48", "--skip-server-warmup")
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gpt-oss": (
         {"layer_types": [W, F, W, F], "num_hidden_layers": 4}, (*BY_NAME, "--triton-attention-num-kv-splits", "1"),
+    ),
+    "llama4-images": (
+        {
+            "layer_types": [C, C, C, F] * 2, "no_rope_layers": [1, 1, 1, 0] * 2, "num_hidden_layers": 8,
+            "interleave_moe_layer_step": 9,
+        },
+        (*BY_NAME, "--triton-attention-num-kv-splits", "1"),
     ),
     "qwen3-next": (
         {"layer_types": [L, F, L, F], "num_hidden_layers": 4, "full_attention_interval": 2}, STATES,
@@ -34,7 +41,15 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss", "qwen3-next", pytest.param("granite4", marks=pytest.mark.full), "deepseek-v2", "kimi-linear"]
+    "name",
+    [
+        "gpt-oss",
+        "llama4-images",
+        "qwen3-next",
+        pytest.param("granite4", marks=pytest.mark.full),
+        "deepseek-v2",
+        "kimi-linear",
+    ],
 )
 def test_by_cache_answers_depend_neither_on_hits_nor_on_chunks(
     name: str, serve: Serve, model_folder: ModelFolder, mixed_profile: MixedProfile, save_profile: SaveProfile,

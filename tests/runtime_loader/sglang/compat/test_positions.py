@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import Exaone4Config, Olmo3Config, Qwen3NextConfig
+from transformers import Exaone4Config, Llama4Config, Olmo3Config, Qwen3NextConfig
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_positions
 
-W, F = "sliding_attention", "full_attention"
+W, C, F = "sliding_attention", "chunked_attention", "full_attention"
+TURNS = {"layer_types": [C, C, C, F] * 2}
 WORD = {"layer_types": [W, F, W, F], "sliding_window_pattern": "LG"}
 
 
@@ -99,3 +100,31 @@ def test_two_bases_or_a_scaling_of_one_type_of_layer_are_refused_whatever_field_
         refuse_other_positions(olmo(**yarn), served)
     served.rope_scaling = yarn
     refuse_other_positions(olmo(**yarn), served)
+
+
+def llama(**text: Any) -> Llama4Config:
+    turns = {"num_hidden_layers": 8, "interleave_moe_layer_step": 2}
+    return Llama4Config(architectures=["Llama4ForConditionalGeneration"], text_config={**turns, **text})
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
+def test_a_llama_4_is_served_by_the_turns_of_its_layers_that_transformers_makes_too(step: int) -> None:
+    of_all = {"moe_layers": list(range(8))} if step == 0 else {}
+    config = llama(interleave_moe_layer_step=step, **of_all)
+    refuse_other_positions(config, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ({"layer_types": [C, F] * 4}, "layer_types of this model names layers 1, 3, 5, 7, and SGLang's .* 3, 7, what"),
+        ({"layer_types": [F] * 8}, "layer_types of this model names layers 0-7, and SGLang's code for Llama4For"),
+        ({"no_rope_layers": [1] * 8, **TURNS}, "no_rope_layers of this model names no layer, and SGLang's code for"),
+        ({"no_rope_layers": [1, 0] * 4, **TURNS}, "no_rope_layers of this model names layers 1, 3, 5, 7, and SGL"),
+        ({"moe_layers": [1, 3]}, "moe_layers of this model names layers 1, 3, and SGLang's code .* 1, 3, 5, 7, what"),
+    ],
+)
+def test_a_llama_4_whose_layers_come_in_other_turns_is_refused(text: dict[str, Any], line: str) -> None:
+    config = llama(**text)
+    with pytest.raises(UnsupportedModelError, match=line):
+        refuse_other_positions(config, config)

@@ -1,0 +1,87 @@
+"""What layers that are not packed read, where SGLang's Triton backend would read else: chunks, and images both ways.
+
+It knows what that backend lists for a batch, and not how a kernel attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.packed_attention import ExtendBounds
+from kvtuner.runtime_loader.sglang.compat.attention import list_window_slots
+from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, tokens_of_last_chunk, within_window
+from kvtuner.runtime_loader.sglang.process_state import refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.packed_attention import ChunkMask
+    from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend
+
+
+_WITHOUT_WINDOW: Final = {"sliding_window_size": -1, "window_kv_offsets": None}
+"""The options of SGLang's kernel where what is read says all."""
+
+
+class OtherLayers:
+    """The reads of layers with a window, or of chunks of `chunk` tokens, in one forward after the other."""
+
+    def __init__(self, backend: TritonAttnBackend, chunk: int | None) -> None:
+        self._backend, self._chunk = backend, chunk
+        self._prefixes: Sequence[int] | None = None
+        self._lengths: Sequence[int] | None = None
+        self._pieces: ChunkPieces | None = None
+        self._mask: ChunkMask | None = None
+
+    def begin(self, batch: Any) -> None:
+        """List the token slots of chunks for SGLang's ForwardBatch, in the place of windows that SGLang has listed."""
+        self._prefixes, self._lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        self._pieces = self._mask = None
+        if self._chunk is None:
+            return
+        if batch.forward_mode.is_decode_or_idle():
+            ends = batch.seq_lens
+            lengths = tokens_of_last_chunk(ends, self._chunk)
+        else:
+            ends = batch.extend_prefix_lens
+            lengths = ends % self._chunk
+            self._pieces = ChunkPieces.of(*self._on_the_host(), self._chunk, ends.device)
+        metadata = self._backend.forward_metadata
+        metadata.window_kv_indptr, metadata.window_kv_indices = list_window_slots(
+            self._backend, batch.kv_loc_plan, batch.req_pool_indices, ends, lengths
+        )
+
+    def of_graph(self, plan: Any, ends: Tensor, requests: Tensor) -> tuple[Tensor, Tensor] | None:
+        """List the slots of chunks for a graph of requests that decode; their bounds and numbers, None for windows."""
+        if self._chunk is None:
+            return None
+        lengths, slots = tokens_of_last_chunk(ends, self._chunk), self._backend.cuda_graph_window_kv_indices
+        return list_window_slots(self._backend, plan, requests, ends, lengths, slots)[0], lengths
+
+    def of_extend(self, bounds: ExtendBounds, window: int) -> tuple[ExtendBounds, dict[str, Any]]:
+        """What new tokens read in a layer with a window, and the options of SGLang's kernel that say the same.
+
+        Each piece of a chunk attends apart. A mask of images gets the `window` itself: SGLang's kernel lets no token of
+        an image read those that are a window or more after it.
+        """
+        if self._pieces is not None:
+            lengths = self._pieces.lengths
+            pieces = ExtendBounds(self._pieces.bounds, self._pieces.earlier, bounds.slots, max(lengths))
+            return pieces, {**_WITHOUT_WINDOW, "extend_seq_lens_cpu": lengths}
+        if bounds.mask is None:
+            return bounds, {}
+        if self._mask is None:  # one for all layers
+            self._mask = within_window(bounds.mask, *self._on_the_host(), window)
+        return replace(bounds, mask=self._mask), _WITHOUT_WINDOW
+
+    def _on_the_host(self) -> tuple[Sequence[int], Sequence[int]]:
+        if self._prefixes is None or self._lengths is None:
+            with refusing():
+                raise ServingError(
+                    "SGLang has the lengths of a batch on the device alone, where nothing is cut by them"
+                )
+        return self._prefixes, self._lengths
