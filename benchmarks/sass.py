@@ -73,6 +73,8 @@ PLAIN: Final[dict[str, Any]] = {
     "EXTEND": False, "CAPPED": False, "BIASED": False, "RESIDUAL": 0, "SINKS": 0, "EXACT_PARTS": 0,
 }  # fmt: skip
 """The facts of one query per request and of plain scores."""
+UNDER_A_WINDOW: Final[dict[str, Any]] = {"BIASED": True, "RESIDUAL": 32, "EXACT_PARTS": 1}
+"""Those that an exact window changes."""
 ROWS_COLUMNS: Final = {
     "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "words": "{word_bits}", "kind": "{kind}", "fit": "{fit}",
     "per element": "{lane_instructions_per_element:.1f}", "H200 limit": "{limit:.1f}", "spills": "{spills}",
@@ -90,7 +92,7 @@ LATENT_COLUMNS: Final = {
     "tokens/warps/stages": "{launch_row[tokens]}/{launch_row[warps]}/{launch_row[stages]}",
     "a channel of a latent": "{lane_instructions_per_element:.2f}",
     "one of keys and one of values": "{as_key_and_as_value:.2f}", "registers": "{registers}", "buffers": "{buffers}",
-    "spills": "{loop_spills}",
+    "spills": "{loop_spills}", "with a window": "{windowed_per_element:.2f}", "its spills": "{windowed_loop_spills}",
 }  # fmt: skip
 LATENT_CHANNELS: Final = 512
 ROTARY_CHANNELS: Final = 64
@@ -232,14 +234,20 @@ def latent_kernels(args: argparse.Namespace) -> list[Count]:
         shape = HeadShape("", 1, args.gqa, LATENT_CHANNELS, group_size)
         latents, settings = side_of(shape, bits), latent_launch(f"sm_{arch}", bits)
         facts = {**latent_facts(latents, rotary, args.gqa, settings), **PLAIN}
-        kernel = compiled(decode_latents, facts, arch, **settings.options)
+        kernel, windowed = (
+            compiled(decode_latents, {**facts, **options}, arch, **settings.options) for options in ({}, UNDER_A_WINDOW)
+        )
+        elements = settings.tokens * LATENT_CHANNELS
+        of_windowed = counts_of(windowed, settings, elements)
         keys_and_values = HeadShape("", 1, args.gqa, 128)
         side = side_of(keys_and_values, bits)
         of_heads = Device(f"sm_{arch}", 0).launch(side, side, args.gqa)
         twice = 2 * measure(PrecisionPair(bits, bits), keys_and_values, arch, of_heads)["lane_instructions_per_element"]
         rows.append({
             "arch": arch, "bits": bits, "group_size": group_size, "gqa": args.gqa,
-            **counts_of(kernel, settings, settings.tokens * LATENT_CHANNELS), "as_key_and_as_value": round(twice, 3),
+            **counts_of(kernel, settings, elements), "as_key_and_as_value": round(twice, 3),
+            "windowed_per_element": of_windowed["lane_instructions_per_element"],
+            "windowed_loop_spills": of_windowed["loop_spills"],
         })  # fmt: skip
     return rows
 

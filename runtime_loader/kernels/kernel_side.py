@@ -62,6 +62,8 @@ class KernelSide:
         row_format, spec = stored.format, stored.format.spec
         word_bits = WIDE_WORD_BITS if spec is None else used_word_bits(spec.bits, spec.word_bits)
         transform = IDENTITY if spec is None else spec.transform
+        if row_format.head_dim == 0:
+            raise PrecisionError("the kernels take latents (MLA) with rotary channels beside them alone")
         for step in transform.kind.steps:
             if step not in KERNEL_STEPS:
                 raise PrecisionError(f"the kernels have no step {step!r} of transform {transform.kind}")

@@ -10,7 +10,6 @@ import triton
 
 from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
-from kvtuner.runtime_loader.kernels.latents.launch_latents import attend_latents
 from kvtuner.runtime_loader.kernels.launch_settings import EXACT, LOG2_E, MOST_SPLITS, WIDE
 from kvtuner.runtime_loader.kernels.queries import prepare_queries, prepared_heads
 from kvtuner.runtime_loader.kernels.read_rows import read_joined, read_side
@@ -32,48 +31,55 @@ READ_CHANNELS: Final = 4096
 MERGED_SPLITS: Final = 16
 FRESH: Final = {"TILE": 64, "TOKENS": 32}
 """The pairs of query and head, and the tokens, of a program that attends to new tokens."""
-FRESH_LATENTS: Final = {"TILE": 16, "TOKENS": 16}
-"""The same for latents, which fill shared memory."""
 COPIED_TOKENS: Final = 32
 """The places of a block, of those who copy tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSides:
-    """What kernels read of a layer: keys and values, or latents, which are both, and the rotary channels beside them.
-
-    Attributes:
-        values: The side that outputs are sums of.
-        rotary: The rotary channels beside latents, which lie behind a latent's in queries.
-    """
+    """What kernels read of a layer: its keys and values."""
 
     keys: KernelSide
     values: KernelSide
-    rotary: KernelSide | None = None
-
-    def exact(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys, values and rotary channels of states as they are stored; any where there are no such channels."""
-        return (k, v, v) if self.rotary is None else (k, k, v)
 
     @property
     def fresh(self) -> dict[str, int]:
         """The sizes of a program that attends to new tokens or copies."""
-        return FRESH if self.rotary is None else FRESH_LATENTS
+        return FRESH
 
     @property
     def exact_facts(self) -> Facts:
         """The constants of kernels that attend in model space."""
         return {
             "K_DIM": self.keys.head_dim, "K_PADDED": self.keys.padded, "V_DIM": self.values.head_dim,
-            "V_PADDED": self.values.padded, "ROTARY_DIM": 0 if self.rotary is None else self.rotary.head_dim,
-            "ROTARY_PADDED": WIDE if self.rotary is None else self.rotary.units(1),
+            "V_PADDED": self.values.padded, "ROTARY_DIM": 0, "ROTARY_PADDED": WIDE,
         }  # fmt: skip
 
     @property
     def exact_options(self) -> dict[str, int]:
-        """The compiler options of these kernels."""
+        """The compiler options of these kernels for chunks of new tokens."""
         # The accumulator of a wide head needs the registers of more warps.
         return {"num_warps": 8 if max(self.keys.padded, self.values.padded) > 128 else 4, "num_stages": 2}
+
+    @property
+    def copies_options(self) -> dict[str, int]:
+        """The same where requests have one new token."""
+        return {"num_warps": 4}
+
+    def exact(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys and values of states, and the rotary channels beside them; any tensor where there are none."""
+        return k, v, v
+
+    def attend_rows(
+        self, grid: tuple[int, ...], q: Tensor, queries: Tensor, q_indptr: Tensor, batch: tuple[Any, ...],
+        launch: DecodeLaunch, options: Facts,
+    ) -> None:  # fmt: skip
+        """Launch the kernel that reads rows for queries of stored space, made of `q`; `_attend_rows` has the rest."""
+        decode_split[grid](
+            queries, queries.stride(0), queries.stride(1), q_indptr, self.keys.rows, self.keys.words,
+            self.values.rows, self.values.words, *batch, **options,
+            **decode_facts(self.keys, self.values, q.shape[1] // self.keys.num_heads, launch),
+        )  # fmt: skip
 
 
 def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeLaunch) -> Facts:
@@ -110,7 +116,7 @@ def decode(
         grid = (layer.keys.num_heads * triton.cdiv(q.shape[1] // layer.keys.num_heads, WIDE), 1, len(q))
         _attend_copies(
             grid, q, layer, indptr, indptr, partial, lse, scores, num_splits, len(q), window, TILE=WIDE,
-            EXTEND=False, EXACT_PARTS=1, PART=0, **{**layer.exact_options, "num_warps": 4},
+            EXTEND=False, EXACT_PARTS=1, PART=0, **layer.copies_options,
         )  # fmt: skip
     merge(
         partial, lse, indptr, layer.values, launch, num_splits, len(q), out, scores, extend=False, exact_parts=parts
@@ -266,12 +272,12 @@ def _attend_rows(
     window: WindowReads | None = None, exact_parts: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial outputs [queries, num_heads, parts, v_head_dim] and their weights [queries, num_heads, parts]."""
-    keys, values, rotary = layer.keys, layer.values, layer.rotary
+    keys = layer.keys
     num_queries, num_heads = q.shape[:2]
     gqa, extending = num_heads // keys.num_heads, bounds is not None
     queries, bias = prepare(q[..., : keys.head_dim], keys, launch, scratch, biased=biased)
     parts = num_splits + exact_parts  # with room for those of model space
-    partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
+    partial = scratch.take((num_queries, num_heads, parts, layer.values.head_dim), torch.float32)
     lse = scratch.take((num_queries, num_heads, parts), torch.float32)
     grid = (launch.programs(keys.num_heads, gqa), num_splits, num_requests)
     if extending:
@@ -286,13 +292,7 @@ def _attend_rows(
         **launch.options, **window_constants(window),
     }  # fmt: skip
     q_indptr = indptr if bounds is None else bounds.tokens
-    if rotary is not None:
-        attend_latents(grid, queries, q[..., keys.head_dim :], q_indptr, keys, rotary, batch, launch, options)
-    else:
-        decode_split[grid](
-            queries, queries.stride(0), queries.stride(1), q_indptr, keys.rows, keys.words, values.rows, values.words,
-            *batch, **options, **decode_facts(keys, values, gqa, launch),
-        )  # fmt: skip
+    layer.attend_rows(grid, q, queries, q_indptr, batch, launch, options)
     return partial, lse
 
 

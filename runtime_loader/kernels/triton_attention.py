@@ -132,7 +132,7 @@ class TritonAttention:
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds, chunk: JoinedChunk | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace."""
-        if not self.is_worth_reading(q, keys, values, bounds):
+        if not self.is_worth_reading(q, keys, values, bounds, WORTH_READING, HOST_TOKENS):
             return None
         num_places = len(bounds.slots) if chunk is None else chunk.num_places
         k, v = (q.new_empty(max(1, num_places), *stored.shape[1:]) for stored in (keys, values))
@@ -144,17 +144,20 @@ class TritonAttention:
             launch.read(self.side(stored), bounds.slots, bounds.prefix[-1:], out)
         return k, v
 
-    def is_worth_reading(self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds) -> bool:
-        """Whether prefixes fit in the workspace, and new tokens are so many that they are read back."""
+    def is_worth_reading(
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds, least_pairs: int, host_tokens: int
+    ) -> bool:
+        """Whether prefixes fit in the workspace, and are read by enough pairs of query and head to a KV head.
+
+        SGLang's own kernel has a program for every query head and `host_tokens` new tokens.
+        """
         num_kv_heads, num_slots = keys.format.num_heads, len(bounds.slots)
         per_token = num_kv_heads * (keys.format.head_dim + values.format.head_dim) * q.dtype.itemsize
         if num_slots * per_token > WORKSPACE_BYTES:
             return False
         num_requests, pairs = len(bounds.tokens) - 1, bounds.longest * (q.shape[1] // num_kv_heads)
-        # SGLang's own kernel is taken to have a program for every query head and HOST_TOKENS new tokens: too few leave
-        # a device idle.
-        programs = num_requests * q.shape[1] * triton.cdiv(bounds.longest, HOST_TOKENS)
-        return not num_slots or (pairs >= WORTH_READING and 2 * programs >= self.device.processors)
+        programs = num_requests * q.shape[1] * triton.cdiv(bounds.longest, host_tokens)  # too few leave a device idle
+        return not num_slots or (pairs >= least_pairs and 2 * programs >= self.device.processors)
 
     def sides(self, keys: PackedRows, values: PackedRows) -> LayerSides:
         """What kernels read of a layer."""

@@ -106,6 +106,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             head_dims = {side.format.head_dim for sides in self._layers for side in sides}
             device = self.pool.keys[0].rows.device
             flash, why = flash_attention(device, self.pool.model_dtype, head_dims)
+            if isinstance(self.pool, PackedLatentPool):
+                flash, why = None, "flash attention does not take latents (MLA)"
             if choice == "flash" and flash is None:
                 raise ServingError(f"{PREFILL_VARIABLE}=flash cannot be served: {why}; unset it")
             if choice == "triton" or flash is None:

@@ -1,13 +1,14 @@
-"""The launch of the kernel that reads packed latents, and its settings."""
+"""What kernels read of a layer with packed latents, and the settings of the one that reads these."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.precision import NATIVE_BITS, WIDEST_PACKED_BITS
 from kvtuner.runtime_loader.kernels.latents.decode_latents import decode_latents
+from kvtuner.runtime_loader.kernels.launch import LayerSides
 from kvtuner.runtime_loader.kernels.launch_settings import WIDE, DecodeLaunch
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.kernels.kernel_side import Facts, KernelSide
 
+FRESH_LATENTS: Final = {"TILE": 16, "TOKENS": 16}
+"""The pairs of query and head, and the tokens, of a program that attends to new ones, in 53 KiB of shared memory."""
+MOST_LATENT_CHANNELS: Final = 512
 INTERPRETED_LATENTS: Final = DecodeLaunch(
     tokens=32, warps=2, stages=1, asm=False, min_split=32, resident=1, tile=WIDE
 )  # fmt: skip
@@ -39,7 +43,7 @@ def latent_launch(arch: str, bits: int) -> DecodeLaunch:
     kib = _KIB.get(arch)
     if kib is None:
         raise ServingError(
-            f"the kernel of latents has no settings for {arch}, only for {', '.join(_KIB)}; serve them on a processor"
+            f"the kernel of latents has no settings for {arch}, only for {', '.join(_KIB)}; serve without a profile"
         )
     if bits == NATIVE_BITS:
         return _NATIVE
@@ -48,19 +52,52 @@ def latent_launch(arch: str, bits: int) -> DecodeLaunch:
     return _LARGE if kib > 100 else _SMALL
 
 
-def attend_latents(
-    grid: tuple[int, ...], queries: Tensor, rotary_q: Tensor, q_indptr: Tensor, latents: KernelSide,
-    rotary: KernelSide, batch: tuple[Any, ...], launch: DecodeLaunch, options: Facts,
-) -> None:  # fmt: skip
-    """Partial outputs of prepared queries over packed latents, of a batch and with options as `decode_split` has them.
+@dataclass(frozen=True, slots=True)
+class LatentSides(LayerSides):
+    """What kernels read of a layer with latents, which are keys and values.
 
-    Rotary channels are stored in the dtype that their queries have.
+    Attributes:
+        rotary: The rotary channels beside latents, in the dtype that their queries have, which lie behind a latent's.
     """
-    decode_latents[grid](
-        queries, queries.stride(0), queries.stride(1), rotary_q, rotary_q.stride(0), rotary_q.stride(1), q_indptr,
-        latents.rows, latents.words, rotary.rows, *batch, **options,
-        **latent_facts(latents, rotary, queries.shape[1], launch),
-    )  # fmt: skip
+
+    rotary: KernelSide
+
+    @classmethod
+    def of(cls, latents: KernelSide, rotary: KernelSide) -> LatentSides:
+        """Both parts of a layer."""
+        return cls(latents, latents, rotary)
+
+    @property
+    def fresh(self) -> dict[str, int]:
+        """See `LayerSides.fresh`."""
+        return FRESH_LATENTS
+
+    @property
+    def exact_facts(self) -> Facts:
+        """See `LayerSides.exact_facts`."""
+        beside = {"ROTARY_DIM": self.rotary.head_dim, "ROTARY_PADDED": self.rotary.units(1)}
+        return {**LayerSides(self.keys, self.values).exact_facts, **beside}
+
+    @property
+    def copies_options(self) -> dict[str, int]:
+        """See `LayerSides.copies_options`."""
+        return {"num_warps": 4, "num_stages": 2}
+
+    def exact(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LayerSides.exact`: latents are given as keys, and rotary channels as values."""
+        return k, k, v
+
+    def attend_rows(
+        self, grid: tuple[int, ...], q: Tensor, queries: Tensor, q_indptr: Tensor, batch: tuple[Any, ...],
+        launch: DecodeLaunch, options: Facts,
+    ) -> None:  # fmt: skip
+        """See `LayerSides.attend_rows`."""
+        rotary_q = q[..., self.keys.head_dim :]
+        decode_latents[grid](
+            queries, queries.stride(0), queries.stride(1), rotary_q, rotary_q.stride(0), rotary_q.stride(1), q_indptr,
+            self.keys.rows, self.keys.words, self.rotary.rows, *batch, **options,
+            **latent_facts(self.keys, self.rotary, q.shape[1], launch),
+        )  # fmt: skip
 
 
 def latent_facts(latents: KernelSide, rotary: KernelSide, num_heads: int, launch: DecodeLaunch) -> Facts:

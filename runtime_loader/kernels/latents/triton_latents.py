@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvtuner.errors import ServingError
 from kvtuner.precision import WIDEST_PACKED_BITS
-from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_launch
+from kvtuner.runtime_loader.kernels.latents.launch_latents import MOST_LATENT_CHANNELS, LatentSides, latent_launch
 from kvtuner.runtime_loader.kernels.launch import LayerSides, read
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows
 
 
+READ_BACK_TOKENS: Final = 32
+"""The new tokens of a request from which a prefix is read back: as many as a program of SGLang's own kernel has."""
+
+
 class TritonLatentAttention(TritonAttention):
     """`PackedAttention` by kernels, whose tensors are those of `LatentAttention`.
 
@@ -28,12 +33,16 @@ class TritonLatentAttention(TritonAttention):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        latent_launch(self.device.arch, WIDEST_PACKED_BITS)  # refuses a device without settings, before weights load
+        latent_launch(self.device.arch, WIDEST_PACKED_BITS)  # refuses a device without settings
 
     def sides(self, keys: PackedRows, values: PackedRows) -> LayerSides:
         """See `TritonAttention.sides`: latents, which are keys and values, and the rotary channels beside them."""
-        latents = self.side(keys)
-        return LayerSides(latents, latents, self.side(values))
+        if keys.format.head_dim > MOST_LATENT_CHANNELS:
+            raise ServingError(
+                f"the kernels read latents of at most {MOST_LATENT_CHANNELS} channels, not {keys.format.head_dim};"
+                " serve without a profile"
+            )
+        return LatentSides.of(self.side(keys), self.side(values))
 
     def settings(
         self, layer: LayerSides, num_heads: int, *, extend: bool = False, num_requests: int | None = None
@@ -47,7 +56,7 @@ class TritonLatentAttention(TritonAttention):
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: keys have both parts of a latent, and values are the first of these."""
         assert chunk is None, "SGLang's flash attention takes no heads of so many channels"
-        if not self.is_worth_reading(q, keys, values, bounds):
+        if not self.is_worth_reading(q, keys, values, bounds, READ_BACK_TOKENS * q.shape[1], READ_BACK_TOKENS):
             return None
         channels = keys.format.head_dim
         both = q.new_empty(max(1, len(bounds.slots)), 1, channels + values.format.head_dim)

@@ -25,6 +25,7 @@ from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, token_bytes
 from kvtuner.runtime_loader.joined_chunk import JoinedChunk
 from kvtuner.runtime_loader.kernels import triton_attention
+from kvtuner.runtime_loader.kernels.latents import triton_latents
 from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
 from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.pages.page_mover import TritonMover
@@ -134,7 +135,7 @@ def moved(keys: PackedRows, values: PackedRows, num_pages: int) -> None:
 
 
 asked = json.loads(sys.argv[1])
-triton_attention.WORTH_READING = 0
+triton_attention.WORTH_READING, triton_latents.READ_BACK_TOKENS = 0, 1
 done: list[dict[str, Any]] = []
 for arch in asked["archs"]:
     fake_gpu.use(arch)

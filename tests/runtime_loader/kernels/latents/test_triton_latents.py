@@ -6,7 +6,7 @@ import pytest
 import torch
 from windowed_requests import WindowedPool, live
 
-from kvtuner.errors import ServingError
+from kvtuner.errors import PrecisionError, ServingError
 from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
@@ -112,13 +112,36 @@ def test_a_prefix_is_read_back_as_the_hosts_kernel_takes_it() -> None:
         bounds = ExtendBounds(torch.tensor([0, longest]), torch.tensor([0, end], dtype=torch.int32), slots, longest)
         return attention.read_prefix(q, keys, values, bounds)
 
-    assert read(15, 50) is None  # few queries read packed rows themselves
+    assert read(31, 50) is None  # few queries read packed rows themselves
     for end in (50, 20):
-        found = read(16, end)
+        found = read(32, end)
         assert found is not None
         wanted = torch.cat([stored.read(slots[:end], torch.float32) for stored in (keys, values)], dim=-1)
         assert torch.equal(found[0][:end], wanted)
         assert torch.equal(found[1][:end], wanted[..., :96])
+
+
+def test_latents_that_kernels_do_not_take_are_refused_by_name() -> None:
+    attention = TritonLatentAttention(CPU)
+    wide, latents, rotary, none = (
+        PackedRows(torch.zeros(4, 1, size), RowFormat(1, size, None)) for size in (520, 64, 16, 0)
+    )
+    with pytest.raises(ServingError, match="read latents of at most 512 channels, not 520; serve without a profile"):
+        attention.prepare([(wide, rotary)], 4, 1)
+    with pytest.raises(PrecisionError, match=r"the kernels take latents \(MLA\) with rotary channels"):
+        attention.prepare([(latents, none)], 4, 1)
+
+
+@pytest.mark.parametrize(("arch", "is_dependent"), [("sm_80", False), ("sm_89", False), ("sm_90", True)])
+def test_launches_begin_while_the_kernel_before_ends_where_a_gpu_can(
+    arch: str, is_dependent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Device, "of", lambda _: Device(arch, 132))
+    attention = TritonLatentAttention(torch.device("meta"))
+    latents, rotary = (
+        PackedRows(torch.zeros(4, 1, size, device="meta"), RowFormat(1, size, None)) for size in (64, 16)
+    )
+    assert attention.settings(attention.sides(latents, rotary), 16).dependent is is_dependent
 
 
 def test_a_gpu_without_settings_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
