@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.precision import WIDEST_PACKED_BITS
 from kvtuner.runtime_loader import cpu, kernels
 from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
 from kvtuner.runtime_loader.cpu.library import require_native_library
@@ -45,6 +46,7 @@ class AttentionBackend:
             the backend, the next one that is a default there takes its place.
         make_mover: The factory of what moves pages to the host tier, for layers that this backend serves.
         make_of_latents: The factory of its attention over latents (MLA); None where it has none.
+        check_latents: A check that raises ServingError for a device on which that does not run, and allocates nothing.
     """
 
     name: str
@@ -54,6 +56,7 @@ class AttentionBackend:
     require: Callable[[], None] = lambda: None
     make_mover: MakeMover = TorchMover
     make_of_latents: Callable[[torch.device], PackedAttention] | None = None
+    check_latents: Callable[[torch.device], None] = lambda _: None
 
 
 logger: Final = logging.getLogger("kvtuner")
@@ -91,6 +94,7 @@ def latent_backend(device: torch.device, name: str | None = None) -> AttentionBa
             f" {f'unset {BACKEND_VARIABLE}' if name else 'serve without a profile'}"
         )
     chosen[0].require()
+    chosen[0].check_latents(device)
     return chosen[0]
 
 
@@ -128,6 +132,13 @@ def _triton_latents(device: torch.device) -> PackedAttention:
     with _triton_installed():
         from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
     return TritonLatentAttention(device)
+
+
+def _check_triton_latents(device: torch.device) -> None:
+    with _triton_installed():
+        from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_launch
+        from kvtuner.runtime_loader.kernels.launch_settings import Device
+    latent_launch(Device.of(device).arch, WIDEST_PACKED_BITS)
 
 
 @contextmanager
@@ -182,5 +193,6 @@ register_backend(
         require=_refuse_amd,
         make_mover=_triton_mover,
         make_of_latents=_triton_latents,
+        check_latents=_check_triton_latents,
     )
 )

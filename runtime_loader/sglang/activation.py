@@ -164,9 +164,7 @@ def _check_reader_of_latents(device: str) -> None:
 
     from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, latent_backend
 
-    reader = latent_backend(torch.device(device), os.environ.get(BACKEND_VARIABLE) or None)
-    assert reader.make_of_latents is not None
-    reader.make_of_latents(torch.device(device))
+    latent_backend(torch.device(device), os.environ.get(BACKEND_VARIABLE) or None)
 
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:

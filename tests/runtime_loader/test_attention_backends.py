@@ -15,6 +15,7 @@ from kvtuner.runtime_loader.cpu import library
 from kvtuner.runtime_loader.cpu.latent_attention import LatentAttention
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
+from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -123,11 +124,15 @@ def test_the_kernels_are_refused_on_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch
         backend_for(torch.device("cuda"))
 
 
-def test_latents_are_read_in_torch_on_a_processor_and_by_kernels_on_a_gpu() -> None:
+def test_latents_are_read_in_torch_on_a_processor_and_by_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, wanted in ((None, LatentAttention), ("torch", LatentAttention), ("triton", TritonLatentAttention)):
         make = latent_backend(CPU, name).make_of_latents
         assert make is not None and isinstance(make(CPU), wanted)
+    monkeypatch.setattr(Device, "of", lambda _: Device("sm_90", 132))
     assert latent_backend(torch.device("cuda")).name == "triton"
+    monkeypatch.setattr(Device, "of", lambda _: Device("sm_100", 148))
+    with pytest.raises(ServingError, match="the kernel of latents has no settings for sm_100, only for sm_80, "):
+        latent_backend(torch.device("cuda"))
     with pytest.raises(
         ServingError, match=r"nothing reads latents \(MLA\) on mps, only torch on cpu and triton on cuda"
     ):

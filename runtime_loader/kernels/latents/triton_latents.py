@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ServingError
-from kvtuner.precision import WIDEST_PACKED_BITS
 from kvtuner.runtime_loader.kernels.latents.launch_latents import MOST_LATENT_CHANNELS, LatentSides, latent_launch
 from kvtuner.runtime_loader.kernels.launch import LayerSides, read
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from kvtuner.runtime_loader.joined_chunk import JoinedChunk
@@ -30,10 +28,6 @@ class TritonLatentAttention(TritonAttention):
     Latents stand as keys and rotary channels as values; `q` is [.., num_heads, latent + rotary channels], and outputs
     are sums of latents.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        latent_launch(self.device.arch, WIDEST_PACKED_BITS)  # refuses a device without settings
 
     def sides(self, keys: PackedRows, values: PackedRows) -> LayerSides:
         """See `TritonAttention.sides`: latents, which are keys and values, and the rotary channels beside them."""

@@ -142,9 +142,3 @@ def test_launches_begin_while_the_kernel_before_ends_where_a_gpu_can(
         PackedRows(torch.zeros(4, 1, size, device="meta"), RowFormat(1, size, None)) for size in (64, 16)
     )
     assert attention.settings(attention.sides(latents, rotary), 16).dependent is is_dependent
-
-
-def test_a_gpu_without_settings_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "of", lambda _: Device("sm_100", 148))
-    with pytest.raises(ServingError, match="the kernel of latents has no settings for sm_100, only for sm_80, "):
-        TritonLatentAttention(CPU)
