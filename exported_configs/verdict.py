@@ -128,8 +128,9 @@ class _Facts:
         return self.baselines[self.uniform.name].kl_mean
 
     def _size(self) -> str:
-        ratio = self.profile.bf16_bytes_per_token() / self.profile.bytes_per_token()
-        return f"{ratio:.2f}x the tokens of bf16, {ratio / 2:.2f}x of fp8."
+        index, bf16 = self.profile.index_bytes, self.profile.bf16_bytes_per_token()
+        stored = self.profile.bytes_per_token() + index
+        return f"{(bf16 + index) / stored:.2f}x the tokens of bf16, {(bf16 / 2 + index) / stored:.2f}x of fp8."
 
     def _quality(self) -> str:
         text = f"KL {_figure(self.kl)} nats per token"

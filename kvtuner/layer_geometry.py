@@ -132,6 +132,11 @@ class LayerGeometry:
         return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout, self.rope_dim)
 
 
+def index_text(index_dim: int) -> str:
+    """An index with keys of so many channels, or that there is none."""
+    return f"an index of keys of {index_dim} channels" if index_dim else "no index"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
     """The cache of every layer of a model by its global id, those that store nothing included."""

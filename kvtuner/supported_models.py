@@ -145,6 +145,12 @@ def has_indexes(config: ConfigLike) -> bool:
     return _INDEXED in layer_kinds(config.get_text_config(decoder=True))
 
 
+def num_selected_tokens(config: ConfigLike) -> int | None:
+    """The tokens that an index selects for a query; None where no layer has one."""
+    selected: int | None = config.get_text_config(decoder=True).index_topk if has_indexes(config) else None
+    return selected
+
+
 def num_state_layers(config: ConfigLike) -> int:
     """The layers that keep a state of each request, beside keys or without any."""
     kinds = layer_kinds(config.get_text_config(decoder=True))

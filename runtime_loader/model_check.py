@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
+from kvtuner.layer_geometry import index_text
 from kvtuner.supported_models import read_cache_geometry
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def _check_kinds(profile: Profile, whole: CacheGeometry, cache: CacheGeometry) -
             )
         if own.index_dim != other.index_dim:
             raise ProfileError(
-                f"layer {layer_id} has an index of keys of {own.index_dim} channels in the profile of"
-                f" {profile.model.id}, but of {other.index_dim} in this model; use a profile that was searched for it"
+                f"layer {layer_id} has {index_text(own.index_dim)} in the profile of {profile.model.id}, but"
+                f" {index_text(other.index_dim)} in this model; use a profile that was searched for it"
             )
 
 

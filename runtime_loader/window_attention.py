@@ -60,6 +60,10 @@ class IndexedMask:
     def __getitem__(self, place: Any) -> Tensor:
         return self.tokens[place]
 
+    def to(self, device: torch.device | str | int, **_: Any) -> IndexedMask:
+        """The same on another device, where a layer lies that is called with it."""
+        return IndexedMask(self.read.to(device), self.tokens.to(device))
+
     def of_selected(self, indices: Tensor) -> Tensor:
         """The mask by which queries read, once, those of the tokens [batch, queries, selected] that an index gives."""
         num_tokens = self.tokens.shape[-1]

@@ -10,6 +10,7 @@ from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.sharing.catalogue import FOLDER
 from kvtuner.exported_configs.verdict import TRANSFORMED, verdict_of
 from kvtuner.report.formatting import number
+from kvtuner.report.profile_report import ratio_to_bf16
 from kvtuner.report.table import Table
 
 ROWS: Final = (
@@ -33,7 +34,7 @@ def _row(title: str, profile: Profile) -> tuple[str, ...]:
     assert quality is not None and quality.best_uniform is not None and verdict is not None
     kl = {baseline.name: number(baseline.kl_mean) for baseline in quality.baselines}
     rival = quality.best_uniform.name
-    size = f"{profile.bf16_bytes_per_token() / profile.bytes_per_token():.2f}x"
+    size = f"{ratio_to_bf16(profile):.2f}x"
     uniform = f"{kl[rival]} ({rival.removesuffix(TRANSFORMED)})"
     return title, size, number(quality.measured_kl.mean), uniform, kl["fp8"], verdict.recommendation
 

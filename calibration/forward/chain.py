@@ -65,7 +65,7 @@ class DecoderChain:
         """The cache of all layers; heads and channels of windows as the probe shows them."""
         self.geometry = geometry if isinstance(geometry, ModelGeometry) else geometry.tuned()
         """The layers whose precision is chosen."""
-        self.has_states = has_states(model.config) or any(layer.index_dim for layer in self.cache.layers)
+        self.runs_prompts_again = has_states(model.config) or any(layer.index_dim for layer in self.cache.layers)
         """Whether tokens depend on earlier ones by more than their keys and values, such as by keys of an index."""
         self.name = type(model).__name__
         self.elements_per_token = 0
@@ -131,7 +131,8 @@ class DecoderChain:
             if get_ident() != thread:  # another sequence of this model, which runs beside
                 return None
             assert kwargs is not None  # torch leaves it out where another thread has just removed its hook
-            is_latent = self.cache.layers[self.layers.index(module)].kind.name == "latent"
+            layer = self.cache.layers[self.layers.index(module)]
+            is_latent = layer.kind.name == "latent"
             if is_latent:
                 kwargs = {**kwargs, CACHE_ARGUMENT: LatentRecorder()}
             rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -139,7 +140,9 @@ class DecoderChain:
             residual.append(hidden if self._streamed is None else on_disk(hidden))
             before = outputs[-1] if outputs else None
             added = None if images is None or before is None else added_between(_first(before), hidden)
-            calls.append(LayerCall(args[1:], rest, added, handed_on(before, rest)))
+            call = LayerCall(args[1:], rest, added, handed_on(before, rest))
+            # A layer with an index of its own reads nothing of what the layer before selected.
+            calls.append(call.without_handed() if layer.index_dim else call)
             return (args, kwargs) if is_latent else None
 
         def keep_output(module: nn.Module, args: Any, output: Any) -> None:

@@ -86,7 +86,7 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
     Raises:
         NonFiniteActivationError: NaN or infinity; names the layer.
     """
-    if split == 0 or chain.has_states or batch.images is not None or prompt_bytes(chain, batch, split) > limit:
+    if split == 0 or chain.runs_prompts_again or batch.images is not None or prompt_bytes(chain, batch, split) > limit:
         trace = chain.trace(batch.input_ids, batch.position_ids, images=batch.images)
         trace.check_finite()
         return NO_PROMPT, trace

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvtuner.calibration.forward.latents import CACHE_ARGUMENT, LatentRecorder
 from kvtuner.calibration.forward.trace import is_same
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.layer_geometry import CacheGeometry, LayerGeometry
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, index_text
 from kvtuner.layer_ranges import write_layers
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def check_indexes(name: str, cache: CacheGeometry, calls: Sequence[LayerCall]) -
         given = recorder.index_dim if isinstance(recorder, LatentRecorder) else 0
         if given != layer.index_dim:
             raise UnsupportedModelError(
-                f"{name}: layer {layer_id} has an index of keys of {layer.index_dim} channels by its configuration, but"
-                f" gave its cache keys of {given}"
+                f"{name}: layer {layer_id} has {index_text(layer.index_dim)} by its configuration, but"
+                f" {index_text(given)} by the keys that its cache is given"
             )
 
 

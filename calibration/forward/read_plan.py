@@ -313,6 +313,5 @@ def attend_by_plan(
     if first == call.first:
         return late
     prefix = slice(None, plan.split)
-    selected = None if call.selected is None else call.selected.first(plan.split)
-    early = replace(call, q=call.q[:, :, prefix], k=call.k[:, :, prefix], v=call.v[:, :, prefix], selected=selected)
+    early = replace(call, q=call.q[:, :, prefix], k=call.k[:, :, prefix], v=call.v[:, :, prefix])
     return torch.cat((attend(early), late), dim=2)

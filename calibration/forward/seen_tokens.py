@@ -109,7 +109,3 @@ class SelectedTokens:
         picked = self.indices[:, rows].long().clamp(max=num_tokens)
         hidden = torch.ones((*picked.shape[:2], num_tokens + 1), dtype=torch.bool, device=picked.device)
         return hidden.scatter_(-1, picked, False)[..., tokens].unsqueeze(1)
-
-    def first(self, rows: int) -> SelectedTokens:
-        """Those of the first queries."""
-        return replace(self, indices=self.indices[:, :rows])

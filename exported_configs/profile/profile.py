@@ -178,6 +178,11 @@ class Profile(StrictModel):
         """The bytes of one token in an unquantized 16-bit cache, all layers, on one of `tp_size` ranks."""
         return self.sizes(tp_size).num_native_bytes
 
+    @property
+    def index_bytes(self) -> int:
+        """The bytes of one token's keys of indexes, in 16 bits on each rank, which `bytes_per_token` leaves out."""
+        return self.geometry.whole().index_bytes()
+
     def transform_name(self, layer_id: int, side: Side) -> KeyTransform:
         """The transform of one side of one layer, ``none`` at 16 bits and where a latent has no values."""
         record, defaults = self._side(layer_id, side)

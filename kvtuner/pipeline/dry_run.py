@@ -29,6 +29,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
     ranks = serving_ranks(quant, shape, tp_size=tp_size, pp_size=pp_size)
     geometry, rows = shape.geometry, row_shape(quant, shape)
     constraints = [target.constraint for target in targets if target.constraint is not None]
+    index = shape.cache.index_bytes()
 
     def row(name: str, pairs: Sequence[PrecisionPair]) -> dict[str, Any]:
         stored = ranks.bytes_per_token(pairs)
@@ -37,7 +38,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
             "mean_bits": float(mean_bits(pairs, rows)),
             "effective_bits": round(float(effective_bits(pairs, rows)), 4),
             "bytes_per_token": stored,
-            "tokens_per_gib": tokens_per_gib(stored),
+            "tokens_per_gib": tokens_per_gib(stored + index),
             "inside": [c.budget.text for c in constraints if c.is_met(pairs)],
         }
 
@@ -46,6 +47,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
     window = options.measurement.window
     copies = ranks.window_bytes([SMALLEST_PAIR] * geometry.num_layers, window)
     return {
+        **({"index_bytes_per_token": index} if index else {}),
         **({"window": str(window), "window_bytes_per_request": copies} if window.num_tokens else {}),
         "model": options.model.model,
         "architecture": shape.architecture,
@@ -72,6 +74,8 @@ def dry_run_lines(facts: dict[str, Any]) -> list[str]:
         f"{geometry}\n",
         *_sizes(facts).lines(),
     ]
+    if "index_bytes_per_token" in facts:
+        lines.append(f"beside them, keys of indexes: {count(facts['index_bytes_per_token'])} bytes per token")
     if "window" in facts:
         lines.append(f"beside them, {facts['window']}: {count(facts['window_bytes_per_request'])} bytes per request")
     if text := rank_text(facts["tp_size"], facts["pp_size"]):

@@ -214,14 +214,14 @@ def _quality(result: BenchResult) -> list[Table]:
 
 def _memory(result: BenchResult) -> Table:
     sizes = [(scheme, scheme.scheme.bytes_per_token) for scheme in result.schemes]
-    largest = max((size for _, size in sizes), default=0)
+    largest, index = max((size for _, size in sizes), default=0), result.profile.index_bytes
     rows = [
         (
             scheme.name,
             number(scheme.scheme.effective_bits),
             count(size),
-            count(tokens_per_gib(size)),
-            f"{largest / size:.2f}x",
+            count(tokens_per_gib(size + index)),
+            f"{(largest + index) / (size + index):.2f}x",
             count(scheme.tokens_that_fit),
         )
         for scheme, size in sizes

@@ -93,7 +93,7 @@ class ProfileDifference:
             "mean_bits": [float(p.mean_bits) for p in both],
             "effective_bits": [round(float(p.effective_bits), 6) for p in both],
             "bytes_per_token": [p.bytes_per_token() for p in both],
-            "tokens_per_gib": [tokens_per_gib(p.bytes_per_token()) for p in both],
+            "tokens_per_gib": [tokens_per_gib(p.bytes_per_token() + p.index_bytes) for p in both],
             "ratio_to_bf16": [round(ratio_to_bf16(p), 4) for p in both],
             "bytes_ratio": round(self.second.bytes_per_token() / self.first.bytes_per_token(), 6),
             "kl": [None if kl is None else kl.mean for kl in kls],

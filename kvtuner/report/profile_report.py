@@ -52,7 +52,8 @@ def summary(profile: Profile) -> dict[str, Any]:
         "constants_sha256": profile.constants_sha256,
         "k_granularity": profile.defaults.k.granularity,
         "bf16_bytes_per_token": profile.bf16_bytes_per_token(),
-        "tokens_per_gib": tokens_per_gib(stored),
+        "index_bytes_per_token": profile.index_bytes,
+        "tokens_per_gib": tokens_per_gib(stored + profile.index_bytes),
         "layers": [
             asdict(row) | {"k_transform": profile.transform_name(row.layer, "k")} for row in profile_layers(profile)
         ],
@@ -69,7 +70,10 @@ def describe(profile: Profile, width: int | None = None) -> str:
         ("model", f"{printable(profile.model.id)} ({printable(profile.model.architecture)})"),
         ("digest", profile.digest),
         ("budget", f"{printable(profile.budget.asked)}: {bits}, {stored:,} bytes per token"),
-        ("capacity", f"{tokens_per_gib(stored):,} tokens per GiB, {ratio_to_bf16(profile):.2f}x of bf16"),
+        (
+            "capacity",
+            f"{tokens_per_gib(stored + profile.index_bytes):,} tokens per GiB, {ratio_to_bf16(profile):.2f}x of bf16",
+        ),
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
         *geometry_facts(profile),
@@ -103,8 +107,8 @@ def strip_html(profile: Profile) -> str:
 
 
 def ratio_to_bf16(profile: Profile) -> float:
-    """The factor by which more tokens fit than in bf16."""
-    return profile.bf16_bytes_per_token() / profile.bytes_per_token()
+    """The factor by which more tokens fit than in bf16, keys of indexes included."""
+    return (profile.bf16_bytes_per_token() + profile.index_bytes) / (profile.bytes_per_token() + profile.index_bytes)
 
 
 def geometry_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -162,7 +166,7 @@ def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:
     rows = []
     for shown in profiles:
         profile, stored = shown.profile, shown.profile.bytes_per_token()
-        sizes = (fixed(profile.mean_bits), count(stored), count(tokens_per_gib(stored)))
+        sizes = (fixed(profile.mean_bits), count(stored), count(tokens_per_gib(stored + profile.index_bytes)))
         kl = interval(profile.quality.measured_kl if profile.quality else None)
         rows.append((shown.name, profile.budget.asked, *sizes, f"{ratio_to_bf16(profile):.2f}x", kl))
     headers = ("profile", "asked", "mean_bits", "bytes per token", "tokens per GiB", "against bf16")
@@ -219,16 +223,18 @@ def _identity(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _capacity(profile: Profile) -> Table:
-    stored, bf16 = profile.bytes_per_token(), profile.bf16_bytes_per_token()
+    stored, bf16, index = profile.bytes_per_token(), profile.bf16_bytes_per_token(), profile.index_bytes
     # fp8 has half the bytes of bf16 and no scales.
     rows = [("bytes per token", *map(count, (stored, bf16 // 2, bf16)))]
+    taken = [size + index for size in (stored, bf16 // 2, bf16)]
+    rows += [("with keys of indexes", *map(count, taken))] if index else []
     if (tp_size := profile.budget.tp_size) > 1:
         on_rank = profile.bf16_bytes_per_token(tp_size)
         sizes = (profile.bytes_per_token(tp_size), on_rank // 2, on_rank)
         rows.append((f"on a rank of TP {tp_size}", *map(count, sizes)))
     rows += [
-        ("tokens per GiB", *(count(tokens_per_gib(size)) for size in (stored, bf16 // 2, bf16))),
-        ("tokens against bf16", f"{ratio_to_bf16(profile):.2f}x", "2.00x", "1.00x"),
+        ("tokens per GiB", *(count(tokens_per_gib(size)) for size in taken)),
+        ("tokens against bf16", *(f"{(bf16 + index) / size:.2f}x" for size in taken)),
         ("mean_bits", fixed(profile.mean_bits, 3), "8", "16"),
         ("effective_bits", fixed(profile.effective_bits, 3), "8", "16"),
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
 from kvtuner.exported_configs.verdict import TRANSFORMED, Verdict
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import ExactWindow, tokens_per_gib
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 from kvtuner.tuner.refinement_gain import RefinementGain  # noqa: TC001 - likewise
 
@@ -44,6 +44,8 @@ class BudgetOutcome:
     Attributes:
         window_bytes: The bytes of one request's exact copies; None in data of an earlier release.
         context_length: The tokens that are served in one request at most; None in data of an earlier release.
+        index_bytes: The bytes of one token's keys of indexes, of every scheme, which only counts of tokens and requests
+            hold.
     """
 
     asked: str
@@ -57,6 +59,7 @@ class BudgetOutcome:
     sinks: int = 0
     window_bytes: int | None = None
     context_length: int | None = None
+    index_bytes: int = 0
 
     @property
     def window(self) -> ExactWindow:
@@ -66,7 +69,17 @@ class BudgetOutcome:
     @property
     def ratio(self) -> float:
         """The factor by which more tokens fit than with bf16."""
-        return self.bf16_bytes_per_token / self.bytes_per_token
+        return (self.bf16_bytes_per_token + self.index_bytes) / (self.bytes_per_token + self.index_bytes)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that fit into one GiB."""
+        return tokens_per_gib(self.bytes_per_token + self.index_bytes)
+
+    @property
+    def bf16_tokens(self) -> int:
+        """The same in bf16."""
+        return tokens_per_gib(self.bf16_bytes_per_token + self.index_bytes)
 
 
 @dataclass(frozen=True, slots=True)

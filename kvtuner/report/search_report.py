@@ -7,7 +7,6 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
-from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import count, fixed, interval, number, percent
 from kvtuner.report.layer_strip import layer_table
 from kvtuner.report.search_data import SCORE_TITLES, rank_text
@@ -87,8 +86,8 @@ def summary_json(data: ReportData) -> dict[str, Any]:
     full = data.to_json()
     budget = {
         **full["budget"],
-        "tokens_per_gib": tokens_per_gib(data.budget.bytes_per_token),
-        "bf16_tokens_per_gib": tokens_per_gib(data.budget.bf16_bytes_per_token),
+        "tokens_per_gib": data.budget.tokens,
+        "bf16_tokens_per_gib": data.budget.bf16_tokens,
         "tokens_against_bf16": round(data.budget.ratio, 4),
     }
     summary = {name: full[name] for name in _SUMMARY}
@@ -114,7 +113,7 @@ def _page_tables(data: ReportData) -> dict[str, Table]:
         ("mean_bits", fixed(budget.mean_bits, 3), "16"),
         ("effective_bits", fixed(budget.effective_bits, 3), "16"),
         (f"bytes per token{rank}", count(stored), count(bf16)),
-        ("tokens per GiB", count(tokens_per_gib(stored)), count(tokens_per_gib(bf16))),
+        ("tokens per GiB", count(budget.tokens), count(budget.bf16_tokens)),
         ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
         *((name, remark, "") for name, remark in stored_facts(data) + search_facts(data)),
     ]

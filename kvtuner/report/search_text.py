@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import ascii_text, fixed, interval, number, percent, window_facts
+from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent, window_facts
 from kvtuner.report.layer_strip import legend, strip_lines, tracks
 from kvtuner.report.search_data import SCORE_TITLES, rank_text
 from kvtuner.report.table import Table
@@ -66,14 +65,15 @@ def size_facts(data: ReportData) -> list[tuple[str, str]]:
         ("read plan", f"{data.read_plan}: {READERS[data.read_plan]}"),
         ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
         ("bytes per token", f"{stored:,} (bf16 {bf16:,}){rank}"),
-        ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
+        ("tokens per GiB", f"{budget.tokens:,} (bf16 {budget.bf16_tokens:,}): {budget.ratio:.2f}x"),
     ]
 
 
 def stored_facts(data: ReportData) -> list[tuple[str, str]]:
-    """The exact window with what it costs, and how its length was found; only what there is."""
+    """What indexes and the exact window cost, and how its length was found; only what there is."""
     budget = data.budget
-    rows = [("window length", data.window_length)] if data.window_length else []
+    rows = [("keys of indexes", f"{count(budget.index_bytes)} bytes more of each token")] if budget.index_bytes else []
+    rows += [("window length", data.window_length)] if data.window_length else []
     return rows + window_facts(budget.window, budget.effective_bits, budget.window_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,36 @@ def test_16_bits_are_the_models_own_cache_and_packed_latents_are_the_simulators(
         assert (in_chunks - found).abs().mean() < 0.01 * effect
 
 
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_selects_no_padding_beside_an_exact_window(name: str, make_model: Callable[..., Any]) -> None:
+    """A sequence behind padding is what it is alone; tolerance: rotary angles and rows are computed in float32."""
+    # Of so many heads' products one is positive, so that no tokens tie at a score of 0.
+    model, ids, padding = make_model(name, index_n_heads=32).double(), some_tokens(), 9
+    model.set_experts_implementation("eager")  # the default takes no float64
+    profile = profile_at(model.config, 4, ExactWindow(8))
+    padded = torch.cat((some_tokens()[:, -padding:], ids), dim=1)
+    mask = torch.ones_like(padded)
+    mask[1, :padding] = 0
+    positions = torch.stack((torch.arange(padding + TOKENS), (torch.arange(padding + TOKENS) - padding).clamp(min=0)))
+
+    def logits_in_chunks(sequences: slice, first: int) -> Tensor:
+        cache, parts = KVTunerCache.stored_by(profile, "cache", model.config), []
+        with cache.attending(model):
+            for start, stop in itertools.pairwise((first, 25, 26, 31, padding + TOKENS)):
+                parts.append(
+                    model(
+                        padded[sequences, start:stop],
+                        attention_mask=mask[sequences, first:stop],
+                        position_ids=positions[sequences, start:stop],
+                        past_key_values=cache,
+                    ).logits[:, max(padding - start, 0) :]
+                )
+        return torch.cat(parts, dim=1)
+
+    found, alone = logits_in_chunks(slice(None), 0)[1:], logits_in_chunks(slice(1, 2), padding)
+    assert (found - alone).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["deepseek-v2", "glm-moe-dsa"])
 def test_generation_beams_and_crops_go_through_packed_latents(name: str, make_model: Callable[..., Any]) -> None:
     model, ids = make_model(name), some_tokens()[:1, :PROMPT]
@@ -147,7 +178,9 @@ def test_what_latents_cannot_have_is_refused(make_model: Callable[..., Any]) -> 
         KVTunerCache.from_profile(profile, make_model("deepseek-v3", kv_lora_rank=64).config)
     with pytest.raises(ProfileError, match="rope_dim 8, but this model has 16"):
         KVTunerCache.from_profile(profile, make_model("deepseek-v3", qk_rope_head_dim=16).config)
-    with pytest.raises(ProfileError, match=r"layer 0 has an index of keys of 16 channels .* but of 0 in this model"):
+    with pytest.raises(
+        ProfileError, match=r"layer 0 has an index of keys of 16 channels .* but no index in this model"
+    ):
         KVTunerCache.from_profile(profile_at(make_model("deepseek-v32").config, 4), make_model("deepseek-v2").config)
     with pytest.raises(ProfileError, match="v_head_dim 0, but this model has"):
         KVTunerCache.from_profile(profile, make_model("llama-gqa", num_key_value_heads=1, head_dim=32).config)

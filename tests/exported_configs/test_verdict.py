@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.exported_configs.verdict import EQUAL_SHARE, HARMLESS_KL, MAX_SEQUENCES, Verdict, verdict_of
 from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HASH = "sha256:" + "0" * 64
-MIXED = [(4, 2), (2, 2), (4, 4), (2, 2), (2, 2), (8, 2)]
-UNIFORM = [(4, 2)] * 6
+MIXED: list[tuple[int, int | None]] = [(4, 2), (2, 2), (4, 4), (2, 2), (2, 2), (8, 2)]
+UNIFORM: list[tuple[int, int | None]] = [(4, 2)] * 6
+HEADS = ModelGeometry(6, 2, 2, 64, 64)
 
 
 def profile_of(
@@ -26,7 +32,8 @@ def profile_of(
     uniform_kl: float = 0.01,
     plain_kl: float = 0.05,
     fp8_kl: float | None = 0.008,
-    pairs: list[tuple[int, int]] = MIXED,
+    pairs: Sequence[tuple[int, int | None]] = MIXED,
+    geometry: ModelGeometry | CacheGeometry = HEADS,
     **quality: Any,
 ) -> Profile:
     """A profile of six layers beside K4V2 with transforms, whose KL it exceeds by an interval, K4V2 and fp8."""
@@ -59,7 +66,7 @@ def profile_of(
     }
     identity = {"id": "owner/model", "revision": None, "config_sha256": HASH, "architecture": "A", "dtype": "float32"}
     return build_profile(
-        geometry=ModelGeometry(6, 2, 2, 64, 64),
+        geometry=geometry,
         layers=[LayerQuantization(*pair) for pair in pairs],
         symmetric=False,
         fit="least_squares",
@@ -89,6 +96,16 @@ def test_a_search_that_gained_says_by_how_much_and_where_its_bits_went() -> None
         "Stored widest are keys of layers 0, 2, 5 and values of layer 2.",
     )
     assert str(found) == " ".join((*found.findings, "Use it."))
+
+
+def test_keys_of_indexes_are_counted_beside_what_is_compared() -> None:
+    """A latent of 256 and 64 channels has 640 bytes in bf16, and 128 + 16 + 128 where the first have 4 bits."""
+    latent = LayerGeometry(LayerKind("latent"), 8, 1, 256, 0, rope_dim=64, index_dim=128)
+    geometry = CacheGeometry((latent, replace(latent, index_dim=0)) * 3)
+    found = verdict(0.007, pairs=[(4, None)] * 6, geometry=geometry, difference=None)
+    keys, stored, bf16 = 3 * 2 * 128, 6 * (128 + 16 + 128), 6 * 2 * (256 + 64)
+    ratios = [(size + keys) / (stored + keys) for size in (bf16, bf16 / 2)]
+    assert found.findings[0] == f"{ratios[0]:.2f}x the tokens of bf16, {ratios[1]:.2f}x of fp8."
 
 
 def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_gain() -> None:

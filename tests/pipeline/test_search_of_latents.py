@@ -10,6 +10,8 @@ from tiny.latent_models import INDEX, INDEXES, LATENT, RANK, ROPE
 from tiny.small_search import SMALL, TOKENS, TRIALS
 
 from kvtuner.precision import row_bytes
+from kvtuner.report.plots.tokens_that_fit import FittedMemory
+from kvtuner.report.search_data import DATA_FILE, ReportData
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +51,30 @@ def test_a_search_tunes_latents_and_a_loaded_model_serves_the_profile(name: str,
     # Rotary channels, and keys of indexes, take float32 in a model of float32.
     assert cache.stored_bytes == TOKENS * (profile.bytes_per_token() + len(rows) * 2 * ROPE)
     assert cache.index_bytes == TOKENS * 4 * INDEX * INDEXES.get(name, 0)
-    assert profile.geometry.whole().index_bytes() == 2 * INDEX * INDEXES.get(name, 0)
+    keys = 2 * INDEX * INDEXES.get(name, 0)
+    assert profile.index_bytes == keys
+    budget_facts = searched.result["budget"]
+    stored, native = budget_facts["bytes_per_token"], budget_facts["bf16_bytes_per_token"]
+    assert budget_facts["tokens_per_gib"] == 2**30 // (stored + keys)
+    assert budget_facts["bf16_tokens_per_gib"] == 2**30 // (native + keys)
+    assert budget_facts["tokens_against_bf16"] == round((native + keys) / (stored + keys), 4)
+    assert searched.plan.get("index_bytes_per_token", 0) == keys
+    for row in searched.plan["uniform"]:
+        assert row["tokens_per_gib"] == 2**30 // (row["bytes_per_token"] + keys)
+
+
+def test_a_report_of_a_budget_for_requests_counts_those_that_fit_beside_keys_of_indexes(
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+) -> None:
+    measured = ("--model", model_folder("glm-moe-dsa"), "--data", corpus_file, *SMALL, *TRIALS, "--out", tmp_path)
+    status, text, error = run("search", *measured, "--budget", "0.005GiB@32x512")
+    assert status == 0, error
+    assert "keys of indexes 64 bytes more of each token" in " ".join(text.split())
+    data = ReportData.from_json(json.loads((tmp_path / DATA_FILE).read_text())["payload"])
+    *_, profile = FittedMemory.of(data).schemes
+    memory, copies = 0.005 * 2**30, data.budget.window_bytes or 0
+    assert memory // (512 * profile.bytes_per_token + copies) == 40
+    assert profile.requests == (memory // (512 * (profile.bytes_per_token + 64) + copies),) == (32,)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm-moe-dsa"])

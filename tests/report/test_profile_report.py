@@ -28,10 +28,11 @@ from profile_samples import (
     stored_layers,
 )
 
-from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile, uniform_profile
 from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile, dump_evaluation, evaluation_path
 from kvtuner.exported_configs.profile.records import BaselineRecord, ModelIdentity, Provenance, QualityRecord
-from kvtuner.precision import ExactWindow, ScaleLayout
+from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
+from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.report.plots.kl_by_bits import profile_points
 from kvtuner.report.profile_difference import difference_of, difference_page
 from kvtuner.report.profile_report import describe, profile_page, summary
@@ -55,6 +56,29 @@ def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words() -> None:
             f"{bits} bits" + ("" if kind == "none" else f" {kind}") for bits, kind in ((k, k_kind), (v, v_kind))
         )
         assert page.layers[layer][0] == f"layer {layer}: keys {keys}, values {values}"
+
+
+def test_tokens_that_fit_hold_keys_of_indexes_beside_stored_bytes() -> None:
+    latent = LayerGeometry(LayerKind("latent"), 8, 1, 512, 0, rope_dim=64, index_dim=128)
+    geometry = CacheGeometry((latent, latent, replace(latent, index_dim=0)))
+    profile = uniform_profile(geometry, PrecisionPair(4, 4), make_profile(layers_of(2)).model)
+    stored, bf16, keys = 3 * (256 + 16 + 128), 3 * 2 * (512 + 64), 2 * 2 * 128
+    tokens = [2**30 // (size + keys) for size in (stored, bf16 // 2, bf16)]
+    facts = summary(profile)
+    named = ("bytes_per_token", "index_bytes_per_token", "tokens_per_gib")
+    assert [facts[name] for name in named] == [stored, keys, tokens[0]]
+    ratio = (bf16 + keys) / (stored + keys)
+    assert f"{tokens[0]:,} tokens per GiB, {ratio:.2f}x of bf16" in " ".join(describe(profile).split())
+    page = check_harmless(profile_page([EvaluatedProfile("profile.json", "profile.json", profile)]))
+    sizes, fp8 = (stored, bf16 // 2, bf16), (bf16 + keys) / (bf16 // 2 + keys)
+    for row in (
+        [f"{size:,}" for size in sizes],
+        ["with keys of indexes", *(f"{size + keys:,}" for size in sizes)],
+        ["tokens per GiB", *(f"{count:,}" for count in tokens)],
+        ["tokens against bf16", f"{ratio:.2f}x", f"{fp8:.2f}x", "1.00x"],
+    ):
+        assert any(page.cells[start : start + len(row)] == row for start in range(len(page.cells))), row
+    assert difference_of(profile, profile).to_json()["tokens_per_gib"] == [tokens[0]] * 2
 
 
 def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() -> None:

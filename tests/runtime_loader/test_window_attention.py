@@ -20,6 +20,7 @@ from kvtuner.precision import SIDES, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.packed_layer import MAX_DRAFT_TOKENS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.runtime_loader.window_attention import IndexedMask
 
 ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
 ProfileOf = Callable[..., Profile]
@@ -201,6 +202,14 @@ def test_padding_under_a_logit_cap_is_read_by_nobody(profile_of: ProfileOf) -> N
             )
             parts.append(output.logits)
     assert (torch.cat(parts, dim=1)[:, padding:] - expected).abs().max() <= TOLERANCE
+
+
+def test_a_mask_with_copies_goes_where_a_layer_is() -> None:
+    """Accelerate moves what a layer is called with to the layer's device by this method."""
+    read, tokens = torch.ones(2, 1, 3, 9, dtype=torch.bool), torch.ones(2, 1, 3, 7, dtype=torch.bool)
+    moved = IndexedMask(read, tokens).to("meta", non_blocking=True)
+    assert (moved.read.device.type, moved.read.shape) == ("meta", read.shape)
+    assert (moved[:, 0].device.type, moved[:, 0].shape) == ("meta", (2, 3, 7))
 
 
 def test_logit_caps_are_kept(profile_of: ProfileOf) -> None:

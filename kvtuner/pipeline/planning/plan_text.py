@@ -13,7 +13,7 @@ from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
 from kvtuner.pipeline.planning.state_cost import STATES_SHARE
-from kvtuner.pipeline.planning.window_cost import index_bytes_per_token, window_share
+from kvtuner.pipeline.planning.window_cost import INDEXED, INDEXED_PAGE_SIZE, index_bytes_per_token, window_share
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
@@ -144,8 +144,10 @@ def assumptions(plan: CapacityPlan) -> list[str]:
     )
     if plan.shape.geometry.is_latent:
         attention += "; every tensor-parallel rank holds whole latents (MLA)"
+    keys = index_bytes_per_token(plan.shape)
+    page = f"{INDEXED_PAGE_SIZE} tokens" if keys else "one token"
     texts = [
-        f"a server of SGLang 0.5.23 with {plan.server_flags}, pages of one token, and defaults otherwise",
+        f"a server of SGLang 0.5.23 with {plan.server_flags}, pages of {page}, and defaults otherwise",
         "a rank holds an equal share of the weights; the GPU is empty but for the server; what its driver and CUDA's"
         " context take is not counted",
         attention,
@@ -160,11 +162,13 @@ def assumptions(plan: CapacityPlan) -> list[str]:
             f"bytes and bits are of full layers; of those with a window SGLang keeps {kept}, unquantized, which takes"
             f" {count(math.ceil(native))} bytes more of each token"
         )
-    if keys := index_bytes_per_token(plan.shape):
-        texts.append(
+    if keys:
+        kept = "as SGLang keeps them, in fp8" if plan.shape.architecture in INDEXED else "in fp8"
+        texts += [
             "bytes and bits are of latents; the keys by which an index selects what a query reads take"
-            f" {count(keys)} bytes more of each token as SGLang keeps them, in fp8"
-        )
+            f" {count(keys)} bytes more of each token {kept}; latents in fp8 have scales, and rotary channels 16 bits",
+            "SGLang's plugin refuses profiles of models with an index so far; KVTunerCache runs them",
+        ]
     server = plan.server
     if server.states is not None:
         most = server.num_states // server.states.per_request

@@ -11,7 +11,7 @@ from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
 from kvtuner.pipeline.planning.state_cost import state_cost
-from kvtuner.pipeline.planning.window_cost import index_bytes_per_token, window_bytes_per_token
+from kvtuner.pipeline.planning.window_cost import fp8_bytes_of_layer, index_bytes_per_token, window_bytes_per_token
 from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
@@ -35,7 +35,7 @@ class SchemeCapacity:
 
     Bytes and bits are those of full layers on the fullest rank; a budget's are the most that it allows. Copies are
     those of an exact window, of one request; the workspace is what attention over packed rows takes beside the cache.
-    Window bytes are what a token takes besides, where layers have a window.
+    Window and index bytes are what a token takes besides, where layers have a window or an index.
     """
 
     name: str
@@ -43,6 +43,7 @@ class SchemeCapacity:
     effective_bits: float
     bytes_per_token: int
     window_bytes_per_token: float
+    index_bytes_per_token: int
     copies_bytes_per_request: int
     workspace_bytes: int
     tokens: int
@@ -99,7 +100,7 @@ class SchemeSizes:
     def sglang_rows(self) -> tuple[SchemeCapacity, SchemeCapacity]:
         """The capacity of bf16 and of fp8, which SGLang has by itself."""
         bf16 = self._row(REFERENCE, REFERENCE, self.ranks.shape.pair_bytes(_NATIVE))
-        return bf16, self._row(FP8, FP8, self.channels)
+        return bf16, self._row(FP8, FP8, fp8_bytes_of_layer(self.shape, self.ranks.shape))
 
     def pairs_row(self, name: str, pairs: Sequence[PrecisionPair]) -> SchemeCapacity:
         """The capacity of a profile that has these pairs, one for each layer."""
@@ -188,6 +189,7 @@ class SchemeSizes:
             effective_bits=8 * stages[fullest] / (len(layers) * self.channels),
             bytes_per_token=stages[fullest],
             window_bytes_per_token=windows,
+            index_bytes_per_token=self.index_bytes,
             copies_bytes_per_request=cost.bytes_per_request,
             workspace_bytes=workspace,
             tokens=tokens[fullest],

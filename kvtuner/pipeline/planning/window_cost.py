@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.precision import NATIVE_BITS
+
 if TYPE_CHECKING:
     from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.precision import RowShape
 
 PART_SHARE: Final = 0.8
 """SGLang's default of --swa-full-tokens-ratio: the tokens of windows' part of a pool, for each of the full layers'."""
@@ -19,6 +22,12 @@ APART: Final = frozenset({
     "MiMoV2FlashForCausalLM", "MuseGlimmerForConditionalGeneration", "Step3p7ForConditionalGeneration",
 })  # fmt: skip
 """The architectures whose windows SGLang keeps in a part of the pool of their own; of others it keeps all tokens."""
+INDEXED: Final = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
+"""The architectures whose indexes SGLang has."""
+INDEXED_PAGE_SIZE: Final = 64
+"""The tokens of a page where layers have an index."""
+_SCALED_CHANNELS: Final = 128
+"""The channels of fp8 that have a scale of 4 bytes, where layers have an index."""
 
 
 def window_share(architecture: str) -> float:
@@ -36,5 +45,19 @@ def window_bytes_per_token(shape: ModelShape, tp_size: int) -> float:
 
 
 def index_bytes_per_token(shape: ModelShape) -> int:
-    """The bytes on each rank of what SGLang keeps of a token's keys of indexes: fp8, and 4 bytes for 128 channels."""
-    return sum(layer.index_dim + layer.index_dim // 128 * 4 for layer in shape.cache.layers)
+    """The bytes on each rank of what SGLang keeps of a token's keys of indexes: fp8 with scales."""
+    return sum(_scaled_bytes(layer.index_dim) for layer in shape.cache.layers)
+
+
+def fp8_bytes_of_layer(shape: ModelShape, rows: RowShape) -> int:
+    """The bytes on a rank of a token in SGLang's fp8, of one layer that is tuned.
+
+    Beside indexes latents have scales, and rotary channels 16 bits.
+    """
+    if index_bytes_per_token(shape):
+        return _scaled_bytes(rows.head_dim) + NATIVE_BITS // 8 * rows.rope_dim
+    return rows.num_kv_heads * rows.channels
+
+
+def _scaled_bytes(channels: int) -> int:
+    return channels + channels // _SCALED_CHANNELS * 4

@@ -186,6 +186,7 @@ def make_report_data(
             sinks=profile.window.sinks,
             window_bytes=ranks.window_bytes(profile.tuned_pairs, profile.window),
             context_length=run.shape.context_length,
+            index_bytes=run.shape.cache.index_bytes(),
         ),
         layers=layer_rows(outcome.configuration, run.shape.geometry.ids),
         quality=quality,

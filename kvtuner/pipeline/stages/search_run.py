@@ -25,6 +25,7 @@ from kvtuner.pipeline.stages.work_ahead import ForwardProgress
 from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
+from kvtuner.supported_models import num_selected_tokens
 from kvtuner.workers.rank_group import ALONE
 
 if TYPE_CHECKING:
@@ -194,6 +195,12 @@ def measure_sensitivity(
         )
     if options.measurement.three_bits and not measurement.quant.three_bits:
         say(f"3 bits are not measured: {why_no_three_bits(options.measurement, shape)}")
+    selected = num_selected_tokens(shape.config)
+    if selected is not None and data.sequence_length <= selected:
+        say(
+            f"--sequence-length {data.sequence_length} is not above the {selected} tokens that an index selects"
+            " (index_topk): attention to all tokens is measured"
+        )
     say("loading the model ...")
     loaded = load_model(replace(model_source(options.model), stream=options.stream, ranks=options.tp), shape)
     if options.tp > 1:

@@ -62,16 +62,17 @@ class FittedMemory:
             SchemeFit(
                 scheme.name,
                 scheme.bytes_per_token,
-                tokens_per_gib(scheme.bytes_per_token),
+                tokens_per_gib(scheme.bytes_per_token + scheme.index_bytes),
                 tuple(scheme.requests(memory_bytes, context) for context in fitting.contexts),
             )
             for scheme in stored_schemes(data)
         )
         rank = rank_text(budget.tp_size, budget.pp_size)
         copies = ", with their exact copies" if budget.window_bytes else ""
+        index = f", with {count(budget.index_bytes)} bytes of keys of indexes a token" if budget.index_bytes else ""
         caption = (
-            f"{rank}: tokens in 1 GiB, and requests in {fitting.memory_gib:g} GiB{copies}. For a GPU's memory beside"
-            " the weights: kvtuner report --gpu NAME"
+            f"{rank}: tokens in 1 GiB, and requests in {fitting.memory_gib:g} GiB{copies}{index}. For a GPU's memory"
+            " beside the weights: kvtuner report --gpu NAME"
         )
         return cls("tokens per GiB", fitting.contexts, schemes, caption)
 
@@ -90,17 +91,23 @@ class FittedMemory:
 
 @dataclass(frozen=True, slots=True)
 class StoredScheme:
-    """The bytes of one token, and those that each request takes beside its tokens; None where they are not known."""
+    """The bytes of one token, and those that a token and each request take beside; None where they are not known.
+
+    Attributes:
+        index_bytes: The bytes of a token's keys of indexes.
+        bytes_per_request: The bytes of a request's exact copies.
+    """
 
     name: str
     bytes_per_token: int
+    index_bytes: int
     bytes_per_request: int | None = 0
 
     def requests(self, memory_bytes: int, context: int) -> int | None:
         """The requests of that many tokens that fit into that many bytes."""
         if self.bytes_per_request is None:
             return None
-        return memory_bytes // (self.bytes_per_token * context + self.bytes_per_request)
+        return memory_bytes // ((self.bytes_per_token + self.index_bytes) * context + self.bytes_per_request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ class FittingRequests:
             return asked
         served = data.budget.context_length
         contexts = WINDOW_CONTEXTS if served is None else tuple(sorted({min(SHORT_CONTEXT, served), served}))
-        wanted = _LEAST_REQUESTS * contexts[-1] * data.budget.bf16_bytes_per_token
+        wanted = _LEAST_REQUESTS * contexts[-1] * (data.budget.bf16_bytes_per_token + data.budget.index_bytes)
         return cls(1 << (-(-wanted // GIB) - 1).bit_length(), contexts)
 
 
@@ -138,12 +145,12 @@ def requested_context(data: ReportData) -> int | None:
 def stored_schemes(data: ReportData) -> list[StoredScheme]:
     """The schemes bf16, fp8 where it was measured, and the profile."""
     budget = data.budget
-    copies = budget.window_bytes if budget.window.num_tokens else 0
+    index, copies = budget.index_bytes, budget.window_bytes if budget.window.num_tokens else 0
     fp8 = [row for quality in data.quality[:1] for row in quality.baselines if row.name == FP8]
     return [
-        StoredScheme(REFERENCE, budget.bf16_bytes_per_token),
-        *(StoredScheme(FP8, row.bytes_per_token) for row in fp8[:1]),
-        StoredScheme(PROFILE_SCHEME, budget.bytes_per_token, copies),
+        StoredScheme(REFERENCE, budget.bf16_bytes_per_token, index),
+        *(StoredScheme(FP8, row.bytes_per_token, index) for row in fp8[:1]),
+        StoredScheme(PROFILE_SCHEME, budget.bytes_per_token, index, copies),
     ]
 
 

@@ -366,7 +366,7 @@ def test_models_whose_layers_differ_run_as_chains_unchanged(
     assert torch.equal(chain.run(trace.residual[start], trace.calls, exactly, start=start), trace.final)
     kinds = [layer.kind.name for layer in chain.cache.layers]
     assert [kinds[layer] for layer in chain.geometry.ids] == ["full"] * chain.geometry.num_layers
-    assert chain.has_states == any(kind == "none" for kind in kinds) or name == "falcon-h1"
+    assert chain.runs_prompts_again == any(kind == "none" for kind in kinds) or name == "falcon-h1"
 
 
 def test_heads_of_windows_are_those_that_attention_has(

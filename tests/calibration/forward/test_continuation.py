@@ -125,7 +125,7 @@ def test_prompts_of_models_whose_layers_differ_give_the_same_numbers_kept_or_not
     batches = random_batches(2, 41)
     found = Simulator(chain, batches, plan)
     kept = [run_prompt(chain, batch, 30)[0].num_tokens for batch in batches]
-    assert kept == ([0, 0] if chain.has_states else [30, 30])
+    assert kept == ([0, 0] if chain.runs_prompts_again else [30, 30])
     scores = found.measure(specs)
     monkeypatch.setattr(continuation, "prompt_bytes", lambda *_: PROMPT_BYTES + 1)
     whole = Simulator(chain, batches, plan)
@@ -133,7 +133,9 @@ def test_prompts_of_models_whose_layers_differ_give_the_same_numbers_kept_or_not
     expected = whole.measure(specs)
     assert expected.kl.mean() > 1e-4
     # A code at the edge of two may be another after sums in another order; states give the same bits.
-    torch.testing.assert_close(scores.kl.mean(), expected.kl.mean(), rtol=0.0 if chain.has_states else 0.05, atol=0.0)
+    torch.testing.assert_close(
+        scores.kl.mean(), expected.kl.mean(), rtol=0.0 if chain.runs_prompts_again else 0.05, atol=0.0
+    )
 
 
 def test_a_deep_model_in_bfloat16_is_measured_with_its_prompts_or_whole(

@@ -86,13 +86,15 @@ def test_prompts_are_kept_with_their_latents_or_run_again(
     specs = {layer: LayerSpec(QuantSpec(2), None, ExactWindow(3, 1)) for layer in chain.geometry.ids}
     batches = random_batches(2, 41)
     prompt, _ = run_prompt(chain, batches[0], 30)
-    assert prompt.num_tokens == (0 if chain.has_states else 30)
-    assert prompt.num_bytes == (0 if chain.has_states else continuation.prompt_bytes(chain, batches[0], 30))
+    assert prompt.num_tokens == (0 if chain.runs_prompts_again else 30)
+    assert prompt.num_bytes == (0 if chain.runs_prompts_again else continuation.prompt_bytes(chain, batches[0], 30))
     scores = Simulator(chain, batches, plan).measure(specs)
     monkeypatch.setattr(continuation, "prompt_bytes", lambda *_: PROMPT_BYTES + 1)
     expected = Simulator(chain, batches, plan).measure(specs)
     assert expected.kl.mean() > 1e-4
-    torch.testing.assert_close(scores.kl.mean(), expected.kl.mean(), rtol=0.0 if chain.has_states else 0.05, atol=0.0)
+    torch.testing.assert_close(
+        scores.kl.mean(), expected.kl.mean(), rtol=0.0 if chain.runs_prompts_again else 0.05, atol=0.0
+    )
 
 
 def test_a_tokens_exact_window_is_read_from_latents_as_they_came(

@@ -60,7 +60,7 @@ def test_logits_through_the_chain_are_those_of_eager_attention_under_the_index(
     of_all = dense.logits(dense.trace(batch.input_ids, batch.position_ids).final)
     torch.testing.assert_close(found[:, :TOPK], of_all[:, :TOPK], rtol=1e-4, atol=1e-4)
     assert (found - of_all)[:, TOPK:].abs().max() > 0.1
-    assert sum(layer.index_dim for layer in chain.cache.layers) == INDEXES[name] * INDEX and chain.has_states
+    assert sum(layer.index_dim for layer in chain.cache.layers) == INDEXES[name] * INDEX and chain.runs_prompts_again
 
 
 @torch.no_grad()
@@ -94,6 +94,23 @@ def test_a_run_hands_on_what_its_own_indexes_select(
         isolated: dict[int, Tensor] = {}
         chain.run(trace.residual[start], trace.calls, keeping(isolated, hook), start=start)
         assert torch.equal(isolated[start], traced[start])
+
+
+def test_a_trace_keeps_a_selection_where_a_layer_reads_it(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
+    """Layer 2 is handed what the index of layer 0 selects, and reads by its own."""
+    chain = chain_over(make_model(SHARED))
+    (batch,) = random_batches(2, TOKENS, batch_size=2)
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    shape = (2, TOKENS, TOPK)
+    kept = [
+        [name for name, value in call.kwargs.items() if isinstance(value, torch.Tensor) and value.shape == shape]
+        for call in trace.calls
+    ]
+    assert [len(names) for names in kept] == [0, 1, 0, 1]
+    assert kept[1] == kept[3] == list(trace.calls[2].handed)
+    assert all(value is None or value.shape != shape for call in trace.calls for value in call.args)
 
 
 def test_first_layers_that_configurations_share_give_the_same_numbers_beside_an_index(

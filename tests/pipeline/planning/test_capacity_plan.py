@@ -14,6 +14,7 @@ from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import BudgetError, GeometryError, ServingError, UnsupportedModelError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.planning.capacity_plan import CapacityPlan, make_plan
+from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.plan_options import PlanOptions
 from kvtuner.pipeline.planning.plan_text import assumptions, search_sentences
 from kvtuner.pipeline.planning.search_cost import SearchCost
@@ -180,12 +181,47 @@ def test_keys_of_indexes_are_counted_beside_latents_as_sglang_keeps_them(hub_mod
     options: dict[str, Any] = {"gpu": "H200", "context_length": 32_768, "tp_size": 8, "concurrency": 600}
     plan, without = (plan_of(hub_model(name), **options) for name in ("deepseek-v32", "deepseek-v3"))
     copies = 61 * 32 * (2 * (512 + 64) + 4)
-    for row, other in zip(plan.schemes, without.schemes, strict=False):
+    both = ([row for row in each.schemes if row.kind in ("bf16", "uniform")] for each in (plan, without))
+    for row, other in zip(*both, strict=True):
         assert row.bytes_per_token == other.bytes_per_token
+    # Beside an index a latent of 512 channels has four scales in fp8, and 64 rotary channels keep 16 bits.
+    assert plan.schemes[1].bytes_per_token == 61 * (512 + 16 + 128) and plan.schemes[1].kind == "fp8"
+    for row in plan.schemes:
         beside = 601 * copies + row.workspace_bytes if row.kind in ("uniform", "budget") else 0
         assert row.tokens == (plan.server.pool_bytes - beside) // (row.bytes_per_token + 61 * (128 + 4)), row
-    assert "take 8,052 bytes more of each token as SGLang keeps them, in fp8" in " ".join(assumptions(plan))
-    assert "index" not in " ".join(assumptions(without))
+        assert row.index_bytes_per_token == 61 * (128 + 4)
+    assert {row.index_bytes_per_token for row in without.schemes} == {0}
+    assert {row["index_bytes_per_token"] for row in plan.to_json()["schemes"]} == {61 * (128 + 4)}
+    text = " ".join(assumptions(plan))
+    assert "take 8,052 bytes more of each token as SGLang keeps them, in fp8" in text
+    assert "pages of 64 tokens" in text
+    assert "SGLang's plugin refuses profiles of models with an index so far; KVTunerCache runs them" in text
+    assert "index" not in " ".join(assumptions(without)) and "pages of one token" in " ".join(assumptions(without))
+
+
+def test_an_index_that_sglang_has_not_is_not_said_to_be_kept_by_it(model_folder: Callable[..., Path]) -> None:
+    text = " ".join(assumptions(plan_of(model_folder("axk2"), gpu="H200")))
+    assert "bytes more of each token in fp8;" in text and "as SGLang keeps" not in text
+    assert "refuses profiles of models with an index" in text
+
+
+def test_the_largest_budget_holds_keys_of_indexes_as_they_are_computed(hub_model: HubModel) -> None:
+    """A budget counts 2 bytes a channel of them, and the server keeps fp8 with scales."""
+    context, concurrency = 32_768, 40
+    options: dict[str, Any] = {"gpu": "H200", "context_length": context, "concurrency": concurrency, "tp_size": 8}
+    server = ServerMemory(find_gpu("H200").memory_mib, 0, context, tp_size=8, max_running_requests=concurrency)
+    # Latents have a third of what they take in bf16, beside keys of indexes.
+    room = concurrency * context * 61 * (2 * (512 + 64) // 3 + 128 + 4)
+    options["weights"] = 8 * (server.pool_bytes - room)
+    plan = plan_of(hub_model("deepseek-v32"), **options)
+    assert plan.advice.choice == "search" and plan.server.pool_bytes == room
+    (text,) = plan.advice.budgets
+    latents = float(text.partition("GiB")[0]) * GIB - concurrency * context * 61 * 2 * 128
+    room -= plan.schemes[-1].workspace_bytes
+    kept = latents + concurrency * context * 61 * (128 + 4)
+    assert kept <= room < kept + GIB / 100 + plan.schemes[-1].copies_bytes_per_request
+    found = plan_of(hub_model("deepseek-v32"), **options, budget=(text,))
+    assert requests_of(found, Budget.parse(text).text) >= concurrency
 
 
 @pytest.mark.parametrize(("concurrency", "residual_length"), [(None, 0), (20, 32), (700, 32)])

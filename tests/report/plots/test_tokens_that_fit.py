@@ -50,6 +50,20 @@ def test_copies_of_an_exact_window_take_their_share_of_requests(make_report: Mak
     assert unknown.requests(1 << 30, 4096) is None
 
 
+def test_keys_of_indexes_take_their_share_of_tokens_and_requests(make_report: MakeReport) -> None:
+    data = make_report(4, budget=replace(QWEN, asked="1GiB@17x4k", index_bytes=512))
+    bf16, fp8, profile = FittedMemory.of(data).schemes
+    stored = [data.quality[0].baselines[5].bytes_per_token, 14_336, 57_344]
+    assert (fp8.bytes_per_token, profile.bytes_per_token, bf16.bytes_per_token) == tuple(stored)
+    assert [row.tokens for row in (fp8, profile, bf16)] == [2**30 // (size + 512) for size in stored]
+    assert profile.requests == ((1 << 30) // ((14_336 + 512) * 4096 + (1 << 20)),) == (17,)
+    assert bf16.requests == ((1 << 30) // ((57_344 + 512) * 4096),)
+    # Four requests of 4,096 tokens take 1 GiB by stored bytes, to the last: with keys of indexes two are needed.
+    exact = BudgetOutcome("4bit", 4, 4, 16_384, 65_536, context_length=4096)
+    assert FittingRequests.of(make_report(4, budget=exact)).memory_gib == 1
+    assert FittingRequests.of(make_report(4, budget=replace(exact, index_bytes=1))).memory_gib == 2
+
+
 def test_bars_are_as_long_as_the_tokens_that_fit(make_report: MakeReport) -> None:
     drawing = tokens_that_fit(FittedMemory.of(make_report(4, budget=QWEN)), 580)
     bars = [float(mark.place["width"]) for mark in drawing.marks if mark.tag == "rect"]
