@@ -144,6 +144,7 @@ def assumptions(plan: CapacityPlan) -> list[str]:
     )
     if plan.shape.geometry.is_latent:
         attention += "; every tensor-parallel rank holds whole latents (MLA)"
+        attention += ", whose kernels ran on no GPU and refuse a B200"
     keys = index_bytes_per_token(plan.shape)
     page = f"{INDEXED_PAGE_SIZE} tokens" if keys else "one token"
     texts = [
