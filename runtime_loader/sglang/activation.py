@@ -13,11 +13,12 @@ from kvtuner.runtime_loader.model_check import calibrated_positions
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import (
+    answer_as_transformers,
     keeps_states,
     model_config_of,
-    put_right,
     reading_both_ways,
 )
+from kvtuner.runtime_loader.sglang.compat.positions import refuse_ordered_channels
 from kvtuner.runtime_loader.sglang.compat.processes import (
     decide,
     on_ready,
@@ -122,6 +123,7 @@ def _check(server_args: Any) -> None:
         model_config = model_config_of(server_args)
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
         profile = loaded.profile(model_config)
+        refuse_ordered_channels(model_config.hf_config.architectures[0], arguments)
         if profile.tuned_geometry().is_latent:
             refuse_of_latents(arguments, hicache_only=loaded.request.hicache_only)
             _check_reader_of_latents(arguments.device)
@@ -213,7 +215,7 @@ def _start_scheduler(server_args: Any) -> None:
 
         arguments = resolved(server_args)
         _refuse_options(arguments, loaded.request)  # again: some are decided after all resolution hooks
-        put_right(model_config_of(server_args))
+        answer_as_transformers(model_config_of(server_args))
         if loaded.request.hicache_only:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 _WITHOUT_WINDOW: Final = {"sliding_window_size": -1, "window_kv_offsets": None}
-"""The options of SGLang's kernel where what is read says all."""
+"""The options of SGLang's kernel where the slots and masks that it gets say all that is read.
+
+A window would cut once more: by distance, which is none between chunks, and counts no later tokens of an image.
+"""
+_BY_MASK: Final = {**_WITHOUT_WINDOW, "skip_prefix_custom_mask": False}
+"""The same where a mask cuts prefixes too: by default the kernel reads all of a prefix, whatever a mask says of it."""
 
 
 class OtherLayers:
@@ -76,7 +81,7 @@ class OtherLayers:
             return bounds, {}
         if self._mask is None:  # one for all layers
             self._mask = within_window(bounds.mask, *self._on_the_host(), window)
-        return replace(bounds, mask=self._mask), _WITHOUT_WINDOW
+        return replace(bounds, mask=self._mask), _BY_MASK
 
     def _on_the_host(self) -> tuple[Sequence[int], Sequence[int]]:
         if self._prefixes is None or self._lengths is None:

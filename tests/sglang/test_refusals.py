@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import transformers
-from tiny.image_models import CAUSAL_IMAGES
+from tiny.image_models import CAUSAL_IMAGES, KINDS
 from tiny.served_images import save_image_model
 from transformers import AutoConfig
 
@@ -111,6 +111,18 @@ def test_another_padding_than_sglangs_in_the_own_inputs_of_layers(
     save_image_model("Gemma4", make_tokenizer(), tmp_path, fields)
     line = refused(tmp_path, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
     assert "features of images the layers' own inputs of token 0, and this model has 7 for its pad_token_id" in line
+
+
+def test_images_that_are_read_both_ways_in_windows_that_a_context_does_not_reach(
+    refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    alike = {"global_head_dim": 16, "sliding_window": 512}
+    fields = replace(KINDS["Gemma4"], text={**KINDS["Gemma4"].text, **alike})
+    save_image_model("Gemma4", make_tokenizer(), tmp_path, fields)
+    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--disable-hybrid-swa-memory")
+    line = refused(tmp_path, *flags)
+    assert line.startswith("no layer of Gemma4ForConditionalGeneration has a window in a context of 512 tokens, so")
+    assert """or its text, with --json-model-override-args '{"language_model_only": true}'""" in line
 
 
 def test_exact_windows_of_a_model_whose_images_are_read_both_ways(

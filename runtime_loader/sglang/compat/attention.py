@@ -13,7 +13,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, install
+from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, check_named, install
 from kvtuner.runtime_loader.sglang.option_rules import METADATA_BACKEND
 from kvtuner.runtime_loader.sglang.process_state import process_state, refusing
 
@@ -49,6 +49,10 @@ _EXTEND = (
     "custom_mask", "is_causal", "mask_indptr", "max_len_extend", "k_scale", "v_scale", "sm_scale",
 )  # fmt: skip
 
+# What is passed by name, and cuts what layers read that are not packed.
+_CUTS = ("sliding_window_size", "window_kv_offsets", "skip_prefix_custom_mask", "extend_seq_lens_cpu")
+_READ_STREAM = ("req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx", "token_mapping")
+
 # The arguments of SGLang's kernels that packed rows serve at one value alone.
 _SERVED = {
     "is_causal": True,
@@ -65,6 +69,11 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
         check_leading(f"{_BACKEND}.{method}", "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
     check_leading(f"{_KERNELS}.decode_attention.decode_attention_fwd", *_DECODE)
     check_leading(f"{_KERNELS}.extend_attention.extend_attention_fwd", *_EXTEND)
+    check_named(f"{_KERNELS}.extend_attention.extend_attention_fwd", *_CUTS)
+    check_leading(f"{_BACKEND}.init_forward_metadata", "self", "forward_batch")
+    check_leading(f"{_BACKEND}._update_decode_kv_buffers", "self", "plan", "bs", "seq_lens", "req_pool_indices")
+    check_leading(_SLOTS, "self", "plan")
+    check_named(_SLOTS, *_READ_STREAM)
     stock = attention_registry.ATTENTION_BACKENDS.get(name)
     if stock is None:
         raise ServingError("this SGLang has no attention backend triton; install a version that kvtuner is tested with")
@@ -84,17 +93,14 @@ def read_by_chunks(runner: Any, chunks: Mapping[int, int]) -> None:
 
     SGLang's code gives them no window, so that its Triton attention would look for all tokens in the windows' part.
     """
-    check_leading(f"{_BACKEND}.init_forward_metadata", "self", "forward_batch")
-    check_leading(f"{_BACKEND}._update_decode_kv_buffers", "self", "plan", "bs", "seq_lens", "req_pool_indices")
-    check_leading(_SLOTS, "self", "plan", "req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx")
     for name, module in _attention_layers(runner.model):
         size = chunks.get(module.layer_id)
         if module.use_irope != (size is not None) or size not in (None, runner.sliding_window_size):
             what = f"chunks of {runner.sliding_window_size} tokens" if module.use_irope else "all tokens"
             by_profile = "all tokens" if size is None else f"chunks of {size} tokens"
             raise ServingError(
-                f"{name} of this model reads {what} in SGLang, but by its profile {by_profile}; serve it without a"
-                " profile"
+                f"{name} of this model reads {what} in SGLang, but by its profile {by_profile}: SGLang answers"
+                " this model otherwise than transformers, without a profile too; run it by KVTunerCache"
             )
         if size is not None:
             module.sliding_window_size = size - 1  # SGLang counts the tokens before the query
@@ -118,7 +124,12 @@ def list_window_slots(
         plan, req_pool_indices=requests, seq_lens=lengths, indptr=bounds, out=out, kv_start_idx=ends - lengths,
         token_mapping=mapping,
     )  # fmt: skip
-    assert is_mapped == (mapping is not None), "other pools are refused"
+    if is_mapped != (mapping is not None):
+        with refusing():
+            raise ServingError(
+                "SGLang has listed the slots of chunks in another part of its pool than that of windows; install a"
+                " version that kvtuner is tested with"
+            )
     return bounds, out
 
 

@@ -25,12 +25,7 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
     """
     if HookRegistry._hooks.get(target) or target in HookRegistry._patched:
         raise _not_alone(target)
-    taken = _parameters(target)
-    missing = [name for name in parameters if name not in taken]
-    if missing:
-        raise ServingError(
-            f"{target} of this SGLang does not take {missing[0]}; install a version that kvtuner is tested with"
-        )
+    check_named(target, *parameters)
     # Applied at once: SGLang applies hooks when all plugins are loaded, logs one that fails, and serves without it.
     HookRegistry.register(target, hook, kind)
     HookRegistry._apply_target(target, HookRegistry._hooks[target])
@@ -61,6 +56,16 @@ def check_leading(target: str, *parameters: str) -> None:
         raise ServingError(
             f"{target} of this SGLang takes ({', '.join(taken)}), not ({', '.join(parameters)}, ...); install a version"
             " that kvtuner is tested with"
+        )
+
+
+def check_named(target: str, *parameters: str) -> None:
+    """Refuse a function that is gone or does not take these parameters, which are given by name."""
+    taken = _parameters(target)
+    missing = [name for name in parameters if name not in taken]
+    if missing:
+        raise ServingError(
+            f"{target} of this SGLang does not take {missing[0]}; install a version that kvtuner is tested with"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -10,7 +11,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_ranges import write_layers
-from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, install
+from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_named, install
 from kvtuner.runtime_loader.sglang.compat.positions import LLAMA_4, refuse_other_positions
 from kvtuner.runtime_loader.sglang.process_state import process_state
 from kvtuner.supported_models import layer_kinds
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry, KindName
 
 __all__ = [
-    "chunk_of", "configuration_of", "has_attention_sinks", "keeps_states", "model_config_of", "put_right",
+    "answer_as_transformers", "chunk_of", "configuration_of", "has_attention_sinks", "keeps_states", "model_config_of",
     "reading_both_ways", "refuse_other_pools",
 ]  # fmt: skip
 
@@ -78,11 +79,11 @@ def chunk_of(model_config: Any) -> int | None:
     return int(text.attention_chunk_size) if "chunked_attention" in layer_kinds(text) else None
 
 
-def put_right(model_config: Any) -> None:
+def answer_as_transformers(model_config: Any) -> None:
     """Let SGLang's code of a model do what transformers' does, where a profile is served. Called before it is loaded.
 
-    The order of channels is put right of Llama 4, and of Gemma 4 what becomes of the padding of images, and whose
-    tokens read one another.
+    Of Llama 4 this is the order of channels, and of Gemma 4 what becomes of the padding of images, and whose tokens
+    read one another.
     """
     architecture = model_config.hf_config.architectures[0]
     if architecture == LLAMA_4:
@@ -101,12 +102,16 @@ def _keep_order_of_channels() -> None:
     def as_they_are(original: Callable[..., Any], self: Any, name: str, loaded_weight: Tensor) -> tuple[str, Tensor]:
         return name, loaded_weight
 
-    def of_neighbours(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return original(*arguments, **{**options, "is_neox_style": False})
+    def of_neighbours(*arguments: Any, **options: Any) -> Any:
+        return get_rope(*arguments, **{**options, "is_neox_style": False})
 
     loading = f"sglang.srt.models.mllama4.{LLAMA_4}.permute_qk_weight_for_rotary"
     install(loading, as_they_are, AROUND, "name", "loaded_weight")
-    install("sglang.srt.models.llama4.get_rope", of_neighbours, AROUND, "is_neox_style")
+    llama_4: Any = importlib.import_module("sglang.srt.models.llama4")
+    check_named(f"{llama_4.__name__}.get_rope", "is_neox_style")
+    get_rope = llama_4.get_rope
+    # Of this module alone: SGLang's registry would hook the function in every module, and so rotate drafts as well.
+    llama_4.get_rope = of_neighbours
 
 
 def _read_images_as_transformers() -> None:
@@ -160,12 +165,8 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f"{name} reads more than text, which was tried with a packed KV pool for the classes of {tried} alone;"
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
-    text = model_config.hf_text_config
-    if model_config.is_multimodal and name == _GEMMA_4 and text.hidden_size_per_layer_input and text.pad_token_id:
-        raise UnsupportedModelError(
-            f"SGLang's code for {name} gives features of images the layers' own inputs of token 0, and this model has"
-            f" {text.pad_token_id} for its pad_token_id; serve its text, with {TEXT_ALONE}"
-        )
+    if model_config.is_multimodal and name == _GEMMA_4:
+        _refuse_other_images(model_config, geometry)
     _refuse_other_states(model_config, geometry)
     readers = geometry.readers
     windows = [layer for layer in readers if geometry.layers[geometry.owner_of(layer)].kind.name == "window"]
@@ -181,6 +182,23 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"
             " without a profile"
+        )
+
+
+def _refuse_other_images(model_config: Any, geometry: CacheGeometry) -> None:
+    """Refuse a Gemma 4 whose images SGLang, or packed layers, read otherwise than transformers."""
+    text = model_config.hf_text_config
+    if text.hidden_size_per_layer_input and text.pad_token_id:
+        raise UnsupportedModelError(
+            f"SGLang's code for {_GEMMA_4} gives features of images the layers' own inputs of token 0, and this model"
+            f" has {text.pad_token_id} for its pad_token_id; serve its text, with {TEXT_ALONE}"
+        )
+    has_windows = any(layer.kind.name == "window" for layer in geometry.layers)
+    if _reads_in_windows_both_ways(model_config.hf_config) and not has_windows:
+        raise UnsupportedModelError(
+            f"no layer of {_GEMMA_4} has a window in a context of {model_config.context_len} tokens, so that all would"
+            " read images causally, as its full layers do; serve a context that is longer than its windows, or its"
+            f" text, with {TEXT_ALONE}"
         )
 
 

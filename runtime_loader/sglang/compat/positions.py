@@ -1,13 +1,13 @@
 """Models whose windows, rotary positions or channels SGLang's code reads otherwise than transformers, refused by name.
 
-It knows configurations alone, no pools, and compares them: transformers' with the one that SGLang holds.
+It knows configurations and options alone, no pools, and compares transformers' with the one that SGLang holds.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from kvtuner.errors import UnsupportedModelError
+from kvtuner.errors import ServingError, UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import architecture_of
 from kvtuner.layer_ranges import write_layers
 
@@ -31,6 +31,28 @@ LLAMA_4: Final = "Llama4ForConditionalGeneration"
 _LLAMA_4_ALONE: Final = "Llama4ForCausalLM"
 """The architecture of its decoder alone, whose channels SGLang rotates as if it had put them in another order."""
 _ALSO: Final = "SGLang reads it so without a profile too"
+_OF_CHECKPOINTS: Final = (
+    "auto", "bitsandbytes", "dummy", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
+    "safetensors",
+)  # fmt: skip
+"""The load formats by which SGLang reads the tensors of a checkpoint, in the checkpoint's order of channels."""
+
+
+def refuse_ordered_channels(name: str, arguments: Any) -> None:
+    """Refuse weights of a Llama 4 that SGLang may have put in its order of channels, by its resolved arguments.
+
+    It does so as it loads a checkpoint, and not where weights are taken as a server had them.
+    """
+    if name != LLAMA_4:
+        return
+    cache = getattr(arguments, "weight_cache_mode", "off")  # which not every release has
+    flags = {"--load-format": (arguments.load_format, _OF_CHECKPOINTS), "--weight-cache-mode": (cache, ("off",))}
+    for flag, (value, works) in flags.items():
+        if value not in works:
+            raise ServingError(
+                f"{flag} {value} does not work with a profile of {name}: the queries and keys of weights that another"
+                " server had may have SGLang's order of channels; drop it"
+            )
 
 
 def refuse_other_positions(config: Any, served: Any) -> None:
@@ -70,7 +92,8 @@ def _refuse_other_turns(text: Any, name: str) -> None:
             named = f"layers {write_layers(configured)}" if configured else "no layer"
             raise UnsupportedModelError(
                 f"{field} of this model names {named}, and SGLang's code for {name} takes"
-                f" {write_layers(read) or 'none'}, whatever it says; serve it without a profile ({_ALSO})"
+                f" {write_layers(read) or 'none'}, whatever it says: it answers this model otherwise than"
+                " transformers, without a profile too; run it by KVTunerCache"
             )
 
 

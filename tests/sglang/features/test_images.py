@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,9 +25,8 @@ from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
-    from fixture_types import Json, MakeTokenizer, ProfileOf, SaveProfile, Serve
+    from fixture_types import Json, MakeTokenizer, ProfileOf, RunProgram, SaveProfile, Serve
     from sglang_server import Server
     from tiny.image_models import ImageKind
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 TOKENS = 24
 HADAMARD = Transform(TransformKind.parse("hadamard"))
 LAYERS = [LayerQuantization(2, 3, HADAMARD, HADAMARD), LayerQuantization(8, 3), LayerQuantization(3, 8, HADAMARD)]
+LONG = "the fox counts the stones near the river, and the crow that follows it counts them once more when "
+"""A text that has more tokens than a window."""
 PICTURES = [Picture((200, 30, 40)), Picture((20, 220, 90)), Picture((240, 240, 230), before="when ")]
 TILED = ("Llama4",)
 """The kinds that cut wide images into tiles."""
@@ -116,6 +118,19 @@ def log_probs(
     return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
 
 
+def predictions(answer: Json, vocab_size: int) -> torch.Tensor:
+    """What a server predicted for each token of an answer [tokens, vocabulary]."""
+    predicted = torch.full((TOKENS, vocab_size), torch.nan, dtype=torch.float64)
+    for position, top in enumerate(answer["meta_info"]["output_top_logprobs"]):
+        predicted[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
+    return predicted
+
+
+def host_of(kind: str, folder: Path) -> Any:
+    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 @dataclass(frozen=True)
 class Served:
     """A model that reads images, and what a server of a profile answered about pictures, one after the other."""
@@ -178,18 +193,14 @@ def assert_agrees(served: Served, share: float = 0.02) -> None:
     Their KL is at most a share of what the profile itself changes.
     """
     kind, folder, profile = served.kind, served.folder, served.profile
-    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
-    model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = host_of(kind, folder)
     vocab_size = model.config.text_config.vocab_size
     found, wanted, exact = [], [], []
     first = 1 if kind in COUNTS_FROM_ONE else None
     for picture, answer in zip(pictures_of(kind), served.answers, strict=True):
         inputs = picture.inputs(kind, served.processor)
         assert answer["meta_info"]["prompt_tokens"] == inputs["input_ids"].shape[1]
-        predicted = torch.full((TOKENS, vocab_size), torch.nan, dtype=torch.float64)
-        for position, top in enumerate(answer["meta_info"]["output_top_logprobs"]):
-            predicted[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
-        found.append(predicted)
+        found.append(predictions(answer, vocab_size))
         cache = KVTunerCache.from_profile(profile, model.config)
         wanted.append(log_probs(model, cache, inputs, answer["output_ids"], first))
         exact.append(log_probs(model, None, inputs, answer["output_ids"], first))
@@ -231,3 +242,36 @@ def test_images_that_are_read_causally_have_no_mask(served_with_images: Callable
 def test_images_longer_than_a_block_of_queries_are_read_both_ways(served_with_images: Callable[..., Served]) -> None:
     served = served_with_images("Gemma3", LONG_IMAGES, KVTUNER_ATTENTION="triton")
     assert_agrees(served, share=0.05)  # more keys of 2 bits lie between two codes
+
+
+@pytest.mark.parametrize(
+    "cuts", [(), pytest.param(("--chunked-prefill-size", "32"), marks=pytest.mark.full)], ids=["hit", "chunks"]
+)
+@torch.no_grad()
+def test_an_image_behind_more_tokens_than_a_window_reads_the_last_of_them(
+    cuts: tuple[str, ...], serve: Serve, make_tokenizer: MakeTokenizer, profile_of: ProfileOf,
+    save_profile: SaveProfile, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Two pictures behind the same text, of which the second is behind a hit, with 16 bits everywhere."""
+    processor = save_image_model("Gemma3", make_tokenizer(), tmp_path)
+    model = host_of("Gemma3", tmp_path)
+    text, window = model.config.text_config, model.config.text_config.sliding_window
+    layers = read_cache_geometry(model.config).tuned().num_layers
+    profile = save_profile(profile_of(model.config, [LayerQuantization(16, 16)] * layers, by_kinds=True))
+    flags = ("--kvtuner-profile", str(profile), "--skip-server-warmup", *TRITON, *FLAGS["Gemma3"], *cuts)
+    pictures = [replace(picture, before=LONG) for picture in PICTURES[:2]]
+    with serve(tmp_path, *flags) as server:
+        answers = [ask(server, "Gemma3", picture, text.vocab_size) for picture in pictures]
+    assert answers[0]["meta_info"]["cached_tokens"] == 0
+    assert answers[1]["meta_info"]["cached_tokens"] > window
+    for picture, answer in zip(pictures, answers, strict=True):
+        inputs = picture.inputs("Gemma3", processor)
+        p = log_probs(model, None, inputs, answer["output_ids"], 1)
+        q = predictions(answer, text.vocab_size)
+        # Both in float32, of which the transformers host's sums are in another order.
+        assert (p.exp() * (p - q)).sum(-1).mean() < 1e-6
+
+
+def test_masks_of_images_cut_prefixes_in_sglangs_own_kernel(run_program: RunProgram) -> None:
+    done = run_program(str(Path(__file__).parents[1] / "programs" / "mask_program.py"))
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -22,6 +22,20 @@ LAYERS: dict[str, Any] = {
 }  # fmt: skip
 """Chunks of 24 tokens, experts in layers 4 and 9, and queries of full layers that grow with their positions."""
 ONE_POOL = ("--disable-hybrid-swa-memory",)
+ROTATING = """
+from types import SimpleNamespace
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.models import llama, llama4
+from kvtuner.runtime_loader.sglang.compat.model import answer_as_transformers
+
+stock = llama.get_rope
+assert llama4.get_rope is factory.get_rope is stock
+config = SimpleNamespace(architectures=["Llama4ForConditionalGeneration"])
+answer_as_transformers(SimpleNamespace(hf_config=config, is_multimodal=True))
+assert llama4.get_rope is not stock
+assert llama.get_rope is factory.get_rope is stock
+"""
+"""What a scheduler does before a Llama 4 and its drafts are loaded."""
 
 
 @pytest.mark.parametrize(
@@ -70,6 +84,11 @@ def test_graphs_read_the_slots_of_each_requests_last_chunk(run_program: RunProgr
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_drafts_of_other_classes_are_rotated_as_sglang_does(run_program: RunProgram) -> None:
+    done = run_program("-c", ROTATING)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.full
 def test_layers_of_one_chunk_are_packed_with_their_rotated_keys(
     compare_served: CompareServed, model_folder: ModelFolder, mixed_profile: MixedProfile
@@ -86,3 +105,12 @@ def test_layers_in_other_turns_than_sglangs_are_refused(refused: Refused, model_
     folder = model_folder("llama4-images", **{**LAYERS, "layer_types": [C, F] * 6})
     line = refused(folder, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", *ONE_POOL)
     assert line.startswith("layer_types of this model names layers 1, 3, 5, 7, 9, 11, and SGLang's code for Llama4For")
+    assert line.endswith(
+        "it answers this model otherwise than transformers, without a profile too; run it by KVTunerCache"
+    )
+
+
+def test_weights_as_another_server_had_them_are_refused(refused: Refused, model_folder: ModelFolder) -> None:
+    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--load-format", "sharded_state")
+    line = refused(model_folder("llama4-images", **LAYERS), *flags)
+    assert line.startswith("--load-format sharded_state does not work with a profile of Llama4ForConditionalGeneration")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang import scheduler
 from kvtuner.runtime_loader.sglang.compat import disaggregation
+from kvtuner.runtime_loader.sglang.compat.model import answer_as_transformers
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ HOOKED = [
     f"{SRT}.disaggregation.common.conn.CommonKVManager.__init__",
     f"{SRT}.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
     f"{SRT}.model_executor.model_runner.ModelRunner.forward",
+    f"{SRT}.layers.attention.triton_backend.TritonAttnBackend.init_forward_metadata",
+    f"{SRT}.layers.attention.triton_backend.TritonAttnBackend._update_decode_kv_buffers",
+    f"{SRT}.mem_cache.kv_index_translator.KVIndexTranslator.pack_read_stream",
+    f"{SRT}.models.mllama4.Llama4ForConditionalGeneration.permute_qk_weight_for_rotary",
+    f"{SRT}.models.llama4.get_rope",
+    f"{SRT}.models.gemma4_vision.Gemma4VisionPooler.__init__",
+    f"{SRT}.models.gemma4_mm.Gemma4ForConditionalGeneration.prepare_attn_masks",
 ]
 
 
@@ -56,7 +64,7 @@ FIXED = (
     "__post_init__",
 )  # fmt: skip
 """Called by SGLang alone, whatever their parameters."""
-INHERITED = ("calculate_pool_sizes", "forward_decode", "forward_extend", "__init__")
+INHERITED = ("calculate_pool_sizes", "forward_decode", "forward_extend", "init_forward_metadata", "__init__")
 """Methods of which a class has an abstract one where it has none of its own."""
 
 
@@ -71,6 +79,9 @@ def install() -> None:
     on_scheduler(lambda _: None, lambda _: {})
     on_ready(lambda _: None)
     scheduler.install_hooks(packed=True, tiers=True, transfers=True, lmcache=True)
+    for name in ("Llama4ForConditionalGeneration", "Gemma4ForConditionalGeneration"):
+        config = SimpleNamespace(architectures=[name])
+        answer_as_transformers(SimpleNamespace(hf_config=config, is_multimodal=True))
 
 
 def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
@@ -90,7 +101,7 @@ def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
         raise AssertionError(f"installed without {hooked}, or with another")
 
 
-for module in ("managers.scheduler", "entrypoints.engine"):
+for module in ("managers.scheduler", "entrypoints.engine", "models.mllama4", "models.llama4", "models.gemma4_mm"):
     pkgutil.resolve_name(f"{SRT}.{module}")  # what children share
 for path in HOOKED:
     for fault in (None, changed):

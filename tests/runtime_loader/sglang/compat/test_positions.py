@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import Exaone4Config, Llama4Config, Olmo3Config, Qwen3NextConfig
 
-from kvtuner.errors import UnsupportedModelError
-from kvtuner.runtime_loader.sglang.compat.positions import refuse_other_positions
+from kvtuner.errors import ServingError, UnsupportedModelError
+from kvtuner.runtime_loader.sglang.compat.positions import refuse_ordered_channels, refuse_other_positions
 
 W, C, F = "sliding_attention", "chunked_attention", "full_attention"
 TURNS = {"layer_types": [C, C, C, F] * 2}
@@ -128,3 +128,21 @@ def test_a_llama_4_whose_layers_come_in_other_turns_is_refused(text: dict[str, A
     config = llama(**text)
     with pytest.raises(UnsupportedModelError, match=line):
         refuse_other_positions(config, config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"load_format": "sharded_state"}, "--load-format sharded_state does not work with a profile of Llama4ForCond"),
+        ({"load_format": "presharded"}, "--load-format presharded does not work"),
+        ({"load_format": "remote_instance"}, "--load-format remote_instance does not work"),
+        ({"weight_cache_mode": "client"}, "--weight-cache-mode client does not work with a profile of Llama4ForCondi"),
+    ],
+)
+def test_weights_of_a_llama_4_that_another_server_had_are_refused(fields: dict[str, str], line: str) -> None:
+    name = "Llama4ForConditionalGeneration"
+    for served in ({"load_format": "auto"}, {"load_format": "safetensors", "weight_cache_mode": "off"}):
+        refuse_ordered_channels(name, SimpleNamespace(**served))
+        refuse_ordered_channels("LlamaForCausalLM", SimpleNamespace(**{**served, **fields}))
+        with pytest.raises(ServingError, match=line):
+            refuse_ordered_channels(name, SimpleNamespace(**{**served, **fields}))
