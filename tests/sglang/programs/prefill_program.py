@@ -64,7 +64,7 @@ if WINDOW:
     pool.add_copies(SimpleNamespace(req_generation=torch.zeros(4), req_to_token=torch.zeros(4, 8)))
 backend_module.flash_attention = lambda *_: (called_by_place(flash), "")
 backend = backend_module.PackedAttnBackend.__new__(backend_module.PackedAttnBackend)
-backend._shared, backend._is_reader = SharedChunks({}), False
+backend._shared, backend._is_reader, backend._both_ways = SharedChunks({}), False, frozenset()
 backend.pool, backend.attention, backend.num_head = pool, attention, GQA
 backend._window, backend.dllm_attention, backend._stored_at, backend._verifies = None, None, None, False
 backend._layers = [(keys, values) for _, keys, values in pool.read_layers]
