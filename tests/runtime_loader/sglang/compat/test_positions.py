@@ -111,7 +111,12 @@ def llama(**text: Any) -> Llama4Config:
 def test_a_llama_4_is_served_by_the_turns_of_its_layers_that_transformers_makes_too(step: int) -> None:
     of_all = {"moe_layers": list(range(8))} if step == 0 else {}
     config = llama(interleave_moe_layer_step=step, **of_all)
+    text = config.text_config
+    assert [layer for layer, rotates in enumerate(text.no_rope_layers) if not rotates] == [3, 7]
     refuse_other_positions(config, config)
+    text.no_rope_layers[3] = 1  # which is enough to be refused
+    with pytest.raises(UnsupportedModelError, match="no_rope_layers of this model names layers 7, and SGLang's code"):
+        refuse_other_positions(config, config)
 
 
 @pytest.mark.parametrize(
