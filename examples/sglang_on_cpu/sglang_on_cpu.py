@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import delta_rule_in_torch
+import sparse_attention_in_torch
 import transfer_over_tcp
 
 
@@ -264,10 +265,14 @@ def __getattr__(name: str) -> Any:
         def get_default_attention_backend(self) -> str:
             return "torch_native"
 
+        def apply_server_args_defaults(self, server_args: Any) -> None:
+            sparse_attention_in_torch.install_in_launcher()
+
         def init_backend(self) -> None:
             run_adapters()
             list_slots_in_torch()
             delta_rule_in_torch.install()
+            sparse_attention_in_torch.install()
             rotate_in_torch()
             leave_widths_by_layer()
             cap_logits_in_torch()
