@@ -204,10 +204,6 @@ def read_served_geometry(config: ConfigLike, *, context_length: int | None = Non
         kind = types[min(layer_id, len(types) - 1)]
         if kind == "chunked_attention" and layer.kind != LayerKind() and name not in _SERVED_BY_CHUNKS:
             raise UnsupportedModelError(_not_served(name, f"{kind} in layer {layer_id}, which reads its chunk alone"))
-        if layer.index_dim:
-            raise UnsupportedModelError(
-                _not_served(name, f"{kind} in layer {layer_id}, whose queries read the tokens that an index selects")
-            )
     return geometry
 
 

@@ -100,6 +100,7 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     assert read_served_geometry(Qwen3NextConfig()).tuned().ids == tuple(range(3, 48, 4))
     assert read_served_geometry(FalconH1Config()).tuned().layer_ids is None
     assert read_served_geometry(DeepseekV3Config()).tuned().is_latent
+    assert read_served_geometry(DeepseekV32Config()).layers[1].index_dim == 128
     assert read_served_geometry(Llama4TextConfig()).tuned().ids == tuple(range(3, 48, 4))
     assert read_served_geometry(Gemma3nTextConfig()).num_readers() == {18: 12, 19: 3}
     assert read_served_geometry(Gemma4TextConfig(num_kv_shared_layers=18)).num_readers() == {10: 15, 11: 3}
@@ -109,7 +110,6 @@ def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_wit
     ("config", "what"),
     [
         (CHUNKS, "chunked_attention in layer 0, which reads its chunk alone"),
-        (DeepseekV32Config(), "indexed_attention in layer 0, whose queries read the tokens that an index selects"),
         (MistralConfig(sliding_window=64), "sliding_attention in all layers that have keys: a window of 64 tokens"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

@@ -33,7 +33,7 @@ PAGE: Final = ROOT / "docs" / "models.md"
 BEGIN: Final = "<!-- made by python -m tools.make_models_table -->"
 SERVERS: Final = (
     "test_agreement.py", "layers/test_windows.py", "layers/test_shared_layers.py", "layers/test_states.py",
-    "layers/test_latents.py",
+    "layers/test_latents.py", "layers/test_indexed_latents.py",
 )  # fmt: skip
 """The tests of tests/sglang/ that start a real server for each of their `FAMILIES`."""
 NO_CACHE_OF_OURS: Final = ("minimax",)

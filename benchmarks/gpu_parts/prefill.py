@@ -173,7 +173,7 @@ def flash_of(machine: Machine, head_dim: int) -> FlashAttention:
     """SGLang's flash attention, or torch's in a smoke test; a `RuntimeError` says why there is none."""
     if machine.smoke:
         return attended_in_turn
-    from kvtuner.runtime_loader.sglang.compat.flash import flash_attention
+    from kvtuner.runtime_loader.sglang.compat.attention.flash import flash_attention
 
     flash, why = flash_attention(machine.device, machine.dtype, {head_dim})
     if flash is None:

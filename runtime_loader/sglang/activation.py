@@ -14,6 +14,7 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
 from kvtuner.runtime_loader.sglang.compat.model import (
     answer_as_transformers,
+    has_index,
     keeps_states,
     model_config_of,
     reading_both_ways,
@@ -28,16 +29,21 @@ from kvtuner.runtime_loader.sglang.compat.processes import (
 )
 from kvtuner.runtime_loader.sglang.compat.releases import release_rules
 from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest, identity_of_model
-from kvtuner.runtime_loader.sglang.option_rules import (
-    BACKENDS,
-    METADATA_BACKEND,
-    ROLES,
+from kvtuner.runtime_loader.sglang.options.option_refusals import (
     has_adapters,
     refuse_beside_other_layers,
     refuse_beside_per_channel,
     refuse_flags,
     refuse_of_images,
+    refuse_of_index,
     refuse_of_latents,
+)
+from kvtuner.runtime_loader.sglang.options.option_rules import (
+    INDEX_BACKEND,
+    INDEX_KERNELS,
+    METADATA_BACKEND,
+    ROLES,
+    backend_rules,
 )
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, WINDOW_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
@@ -66,13 +72,15 @@ def _choose_backend(server_args: Any) -> None:
     if state.loaded_request.request.hicache_only:
         return
     with refusing():
-        for rule in BACKENDS:
+        indexed = has_index(model_config_of(server_args))
+        backend = INDEX_BACKEND if indexed else METADATA_BACKEND
+        for rule in (*backend_rules(backend), *(INDEX_KERNELS if indexed else ())):
             chosen = getattr(server_args, rule.name)  # what the user asked for, whatever SGLang made of it
-            if chosen not in (None, METADATA_BACKEND):
-                raise ServingError(
-                    f"{rule.flag} {chosen} cannot read a packed KV pool; drop it, or use {rule.flag} {METADATA_BACKEND}"
-                )
-        decide(server_args, attention_backend=METADATA_BACKEND)
+            if chosen not in (None, *rule.works):
+                works = next(filter(None, rule.works), None)
+                remedy = f"{rule.remedy}, or use {rule.flag} {works}" if works else rule.remedy
+                raise ServingError(f"{rule.flag} {chosen} cannot read a packed KV pool; {remedy}")
+        decide(server_args, attention_backend=backend)
         if server_args.disaggregation_mode == "decode" and server_args.disaggregation_decode_retraction_backup is None:
             # SGLang would choose a host pool of rows of one width.
             decide(server_args, disaggregation_decode_retraction_backup="cpu_tensor")
@@ -118,14 +126,16 @@ def _check(server_args: Any) -> None:
     with refusing():
         check_alone()
         arguments = resolved(server_args)
-        _refuse_options(arguments, state.loaded_request.request)
-        # From here on ``auto`` is a file, which schedulers read by their environment.
         model_config = model_config_of(server_args)
+        _refuse_options(arguments, state.loaded_request.request, model_config)
+        # From here on ``auto`` is a file, which schedulers read by their environment.
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
         profile = loaded.profile(model_config)
         refuse_ordered_channels(model_config.hf_config.architectures[0], arguments)
         if profile.tuned_geometry().is_latent:
             refuse_of_latents(arguments, hicache_only=loaded.request.hicache_only)
+            if has_index(model_config):
+                refuse_of_index(arguments)
             _check_reader_of_latents(arguments.device)
         has_readers = profile.geometry.num_shared_layers > 0
         if keeps_states(model_config):
@@ -169,8 +179,9 @@ def _check_reader_of_latents(device: str) -> None:
     latent_backend(torch.device(device), os.environ.get(BACKEND_VARIABLE) or None)
 
 
-def _refuse_options(arguments: Any, request: ServingRequest) -> None:
-    refuse_flags(arguments, hicache_only=request.hicache_only, release=release_rules())
+def _refuse_options(arguments: Any, request: ServingRequest, model_config: Any) -> None:
+    backend = INDEX_BACKEND if has_index(model_config) else METADATA_BACKEND
+    refuse_flags(arguments, hicache_only=request.hicache_only, metadata_backend=backend, release=release_rules())
     if arguments.enable_lmcache:
         check_lmcache()
     if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:
@@ -214,14 +225,16 @@ def _start_scheduler(server_args: Any) -> None:
         from kvtuner.runtime_loader.sglang.scheduler import install_hooks
 
         arguments = resolved(server_args)
-        _refuse_options(arguments, loaded.request)  # again: some are decided after all resolution hooks
-        answer_as_transformers(model_config_of(server_args))
+        model_config = model_config_of(server_args)
+        _refuse_options(arguments, loaded.request, model_config)  # again: some are decided after all resolution hooks
+        answer_as_transformers(model_config)
         if loaded.request.hicache_only:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
         install_hooks(
             packed=not loaded.request.hicache_only,
+            indexed=has_index(model_config),
             tiers=arguments.enable_hierarchical_cache,
             transfers=arguments.disaggregation_mode in ROLES,
             lmcache=arguments.enable_lmcache,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.packed_attention import ExtendBounds
-from kvtuner.runtime_loader.sglang.compat.attention import list_window_slots
+from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import list_window_slots
 from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, tokens_of_last_chunk, within_window
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import ChunkMask
-    from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend
+    from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import TritonAttnBackend
 
 
 _WITHOUT_WINDOW: Final = {"sliding_window_size": -1, "window_kv_offsets": None}

@@ -10,7 +10,8 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.joined_chunk import first_new_tokens
 from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds, NewKeys, PackedRows, ScoreScaling
-from kvtuner.runtime_loader.sglang.compat.attention import (
+from kvtuner.runtime_loader.sglang.compat.attention.flash import check_flash, flash_attention
+from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import (
     TritonAttnBackend,
     check_attention_layers,
     check_readers,
@@ -21,7 +22,6 @@ from kvtuner.runtime_loader.sglang.compat.attention import (
     read_by_chunks,
     refuse_unserved,
 )
-from kvtuner.runtime_loader.sglang.compat.flash import check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.compat.model import chunk_of, reading_both_ways
 from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill

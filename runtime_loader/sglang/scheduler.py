@@ -22,6 +22,7 @@ from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
 from kvtuner.runtime_loader.sglang.graph_advice import recommend_graph
 from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.pools.indexed_pool import IndexedLatentPool
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.pools.self_test import announce_capacity, announce_states, announce_window_layers
@@ -49,30 +50,26 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """The variable of the seconds that a rank waits for the others' word; 120 by default."""
 
 
-def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) -> None:
+def install_hooks(*, packed: bool, indexed: bool, tiers: bool, transfers: bool, lmcache: bool) -> None:
     """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any.
 
-    And its `transfers`, where prompts are computed on another server than answers, and the name of what is stored in
-    `lmcache`.
+    The attention is that of a model which is `indexed` or not. Hooked are its `transfers` too, where prompts are
+    computed on another server than answers, and the name of what is stored in `lmcache`.
     """
     on_introduction(lambda: _introduction(packed=packed))
     if packed:
-        # Imported here because SGLang's own device pool is read by whichever backend the user likes.
-        from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
-        from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
-
         on_stored_layers(_first_reader)
-        on_pool(PackedKVPool, PackedLatentPool, announce_window_layers, announce_states)
+        on_pool(PackedKVPool, PackedLatentPool, IndexedLatentPool, announce_window_layers, announce_states)
         on_capacity(
             RankBytes(_bytes_per_token, _bytes_per_request, _workspace_bytes, _most_requests), announce_capacity
         )
-        on_triton_backend(make_backend)
+        (_hook_sparse_backend if indexed else _hook_backend)()
         on_beam_search(_refusal_of_beams)
     if transfers:
         install_transfers(lambda: f"{_served()} {process_state().active_rank().dtype}")
     if lmcache:
         on_lmcache(_stored_as)
-    pool_classes = (PackedKVPool, PackedLatentPool) if packed else (MHATokenToKVPool,)
+    pool_classes = (PackedKVPool, PackedLatentPool, IndexedLatentPool) if packed else (MHATokenToKVPool,)
     if not tiers:
         on_built(pool_classes, lambda _, pool, requests: _complete(pool, requests))
         return
@@ -87,6 +84,21 @@ def install_hooks(*, packed: bool, tiers: bool, transfers: bool, lmcache: bool) 
 
     on_built(pool_classes, built)
     tier.install()
+
+
+def _hook_backend() -> None:
+    # Imported here because SGLang's own device pool is read by whichever backend the user likes.
+    from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import on_triton_backend
+    from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
+
+    on_triton_backend(make_backend)
+
+
+def _hook_sparse_backend() -> None:
+    from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import on_sparse_backend
+    from kvtuner.runtime_loader.sglang.indexed_attention_backend import make_indexed_backend
+
+    on_sparse_backend(make_indexed_backend)
 
 
 def _introduction(*, packed: bool) -> dict[str, Any]:

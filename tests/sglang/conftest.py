@@ -314,8 +314,10 @@ def compare() -> Compare:
             exact.append(log_probs(model, None, ids, answer["output_ids"])[-len(tops) :])
         p, q, unquantized = torch.cat(wanted), torch.cat(found), torch.cat(exact)
         assert not q.isnan().any(), "the server left out tokens"
+        divergences = (p.exp() * (p - q)).sum(-1)
         return Agreement(
-            divergence=(p.exp() * (p - q)).sum(-1).mean().item(),
+            divergence=divergences.mean().item(),
+            typical=divergences.median().item(),
             own=(unquantized.exp() * (unquantized - p)).sum(-1).mean().item(),
             same_argmax=(p.argmax(-1) == q.argmax(-1)).double().mean().item(),
             positions=len(p),

@@ -20,7 +20,7 @@ from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.sglang.compat.releases import release_rules
-from kvtuner.runtime_loader.sglang.option_rules import refuse_flags
+from kvtuner.runtime_loader.sglang.options.option_refusals import refuse_flags
 from kvtuner.runtime_loader.sglang.request import ServingRequest, Uniform, add_flags, request_of_flags
 
 if TYPE_CHECKING:

@@ -164,12 +164,14 @@ def assumptions(plan: CapacityPlan) -> list[str]:
             f" {count(math.ceil(native))} bytes more of each token"
         )
     if keys:
-        kept = "as SGLang keeps them, in fp8" if plan.shape.architecture in INDEXED else "in fp8"
-        texts += [
+        is_known = plan.shape.architecture in INDEXED
+        kept = "as SGLang keeps them, in fp8" if is_known else "in fp8"
+        texts.append(
             "bytes and bits are of latents; the keys by which an index selects what a query reads take"
-            f" {count(keys)} bytes more of each token {kept}; latents in fp8 have scales, and rotary channels 16 bits",
-            "SGLang's plugin refuses profiles of models with an index so far; KVTunerCache runs them",
-        ]
+            f" {count(keys)} bytes more of each token {kept}; latents in fp8 have scales, and rotary channels 16 bits"
+        )
+        if not is_known:
+            texts.append("SGLang does not know the index of this model; KVTunerCache runs it")
     server = plan.server
     if server.states is not None:
         most = server.num_states // server.states.per_request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.mem_cache.kv_cache_configurator import get_schedule
@@ -13,7 +13,8 @@ from sglang.srt.runtime_context import get_exec
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool
 from kvtuner.runtime_loader.sglang.compat.disaggregation import slots_in_transfer
-from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, install
+from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_named, install
+from kvtuner.runtime_loader.sglang.compat.model import has_index
 from kvtuner.runtime_loader.sglang.compat.pool import layers_of_pool
 from kvtuner.runtime_loader.sglang.compat.speculation import draft_bytes_per_token
 from kvtuner.runtime_loader.sglang.process_state import refusing
@@ -47,7 +48,7 @@ class RankBytes:
 
 
 def on_capacity(rank: RankBytes, announce_capacity: Callable[[int, int, int, int, int], None]) -> None:
-    """Size pools by the bytes of a token and of a request slot on this rank, and parts of windows by SGLang's own.
+    """Size pools by the bytes of a token and of a request slot on this rank, and what SGLang keeps itself by its own.
 
     `announce_capacity` is called with the bytes for rows, of all requests and of attention, the tokens that SGLang
     makes of the first, and those that it makes of them for layers with a window, 0 where these have no part of theirs.
@@ -61,7 +62,11 @@ def on_capacity(rank: RankBytes, announce_capacity: Callable[[int, int, int, int
         if kvc.is_draft_worker:
             return original(self, kvc, num_layers)
         with refusing():
-            self._kvtuner_costs = costs_of(kvc)
+            costs = costs_of(kvc)
+            if has_index(kvc.model_config):
+                of_keys = self._compute_dsa_indexer_cell_size(kvc=kvc, num_layers=num_layers)
+                costs = replace(costs, bytes_per_token=costs.bytes_per_token + of_keys)
+            self._kvtuner_costs = costs
             self._kvtuner_cell = self._kvtuner_costs.bytes_per_token + draft_bytes_per_token(kvc)
         return int(self._kvtuner_costs.bytes_per_token)
 
@@ -118,6 +123,7 @@ def on_capacity(rank: RankBytes, announce_capacity: Callable[[int, int, int, int
             most = rank.most_requests(self, token_capacity)
         return slots if most is None else min(slots, most)
 
+    check_named(f"{_ONE_POOL}._compute_dsa_indexer_cell_size", "kvc", "num_layers")
     install(f"{_ONE_POOL}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
     install(f"{_CONFIGURATOR}.resolve_max_num_reqs", limited, AROUND, "token_capacity")
     install(f"{_ONE_POOL}.calculate_pool_sizes", sized, AROUND, "available_bytes", "page_size")
@@ -129,7 +135,7 @@ def on_capacity(rank: RankBytes, announce_capacity: Callable[[int, int, int, int
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """The bytes of a token's rows, of a request slot beside them, and of attention.
+    """The bytes of a token's rows with what SGLang keeps beside them, of a request slot, and of attention.
 
     SGLang makes as many slots as it is asked to.
     """

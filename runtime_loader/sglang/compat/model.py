@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import (
+    AttentionArch,
+    dsa_layer_skips_topk,
+    get_dsa_index_head_dim,
+    get_dsa_index_kpool,
+    is_deepseek_dsa,
+)
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_ranges import write_layers
@@ -24,8 +30,8 @@ if TYPE_CHECKING:
     from kvtuner.layer_geometry import CacheGeometry, KindName
 
 __all__ = [
-    "answer_as_transformers", "chunk_of", "configuration_of", "has_attention_sinks", "keeps_states", "model_config_of",
-    "reading_both_ways", "refuse_other_pools",
+    "answer_as_transformers", "chunk_of", "configuration_of", "has_attention_sinks", "has_index", "keeps_states",
+    "model_config_of", "reading_both_ways", "refuse_other_pools",
 ]  # fmt: skip
 
 TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
@@ -45,6 +51,10 @@ WITH_IMAGES: Final = (
     "Qwen3_5ForConditionalGeneration",
 )
 """The architectures of models that read images and were tried."""
+_INTERLEAVED_INDEX: Final = "glm_moe_dsa"
+"""The kind of model whose index has neighbours rotated together, in transformers' code."""
+_INTERLEAVES: Final = "indexer_rope_interleave"
+"""The field by which SGLang tells so, which transformers' configuration does not have."""
 _MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
 """The kinds of models in whose configuration SGLang gives all layers the heads of the full ones."""
 
@@ -159,6 +169,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     for reason, is_true in reasons.items():
         if is_true:
             raise UnsupportedModelError(f"{reason}; serve it without a profile")
+    _refuse_other_index(model_config, geometry)
     if model_config.is_multimodal and name not in WITH_IMAGES:
         tried = ", ".join(tried.removesuffix("ForConditionalGeneration") for tried in WITH_IMAGES)
         raise UnsupportedModelError(
@@ -182,6 +193,37 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
         raise UnsupportedModelError(
             f"SGLang's code for {name} tells its Triton attention of no window, though layers have one; serve it"
             " without a profile"
+        )
+
+
+def has_index(model_config: Any) -> bool:
+    """Whether an index of a model selects, by SGLang's code, the tokens that queries read."""
+    return bool(is_deepseek_dsa(model_config.hf_config))
+
+
+def _refuse_other_index(model_config: Any, geometry: CacheGeometry) -> None:
+    """Refuse a model to whose layers SGLang gives no index, or another one than its configuration does."""
+    name, config = model_config.hf_config.architectures[0], model_config.hf_config
+    own = [layer.index_dim for layer in geometry.layers]
+    if not has_index(model_config):
+        if any(own):
+            raise UnsupportedModelError(
+                f"an index selects what queries of {name} read, which SGLang does not know of this model; run it by"
+                " KVTunerCache"
+            )
+        return
+    keys = get_dsa_index_head_dim(config)
+    served = [0 if dsa_layer_skips_topk(config, layer_id) else keys for layer_id in range(len(own))]
+    if served != own or get_dsa_index_kpool(config) != 1:
+        raise UnsupportedModelError(
+            f"SGLang gives other layers of {name} an index than its configuration does, or one that selects several"
+            " tokens at once; serve it without a profile"
+        )
+    is_interleaved = config.model_type == _INTERLEAVED_INDEX
+    if bool(getattr(config, _INTERLEAVES, False)) != is_interleaved:
+        raise UnsupportedModelError(
+            f"without {_INTERLEAVES} {str(is_interleaved).lower()} in its config.json SGLang rotates other channels of"
+            f" the index of {name} than transformers; add it"
         )
 
 

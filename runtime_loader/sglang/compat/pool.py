@@ -10,6 +10,7 @@ import msgspec
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     KvBufferDesc,
     MHATokenToKVPool,
@@ -27,7 +28,7 @@ from kvtuner.runtime_loader.sglang.process_state import refusing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["KvBufferDesc", "MHATokenToKVPool", "MLATokenToKVPool"]  # handed on
+__all__ = ["DSATokenToKVPool", "KvBufferDesc", "MHATokenToKVPool", "MLATokenToKVPool"]  # handed on
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
@@ -62,12 +63,13 @@ _FULL_PART: Final = "Full"
 def on_pool(
     pool_class: type,
     latent_pool_class: type,
+    indexed_pool_class: type,
     announce_windows: Callable[[Sequence[int], int, int], None],
     announce_states: Callable[[int, int], None],
 ) -> None:
     """Build dense pools as `pool_class`, and so the part of full layers where SGLang keeps other layers in theirs.
 
-    Pools of latents are built as `latent_pool_class`.
+    Pools of latents are built as `latent_pool_class`, and of those that an index selects from as `indexed_pool_class`.
     A part is told the global ids of its layers, as `layer_ids`. `announce_windows` is called with those of the layers
     with a window in the other part, the tokens that this holds, and its bytes; `announce_states` with the states that
     the pool of layers without keys holds of each of them, and its bytes.
@@ -83,6 +85,12 @@ def on_pool(
     def build_of_latents(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         if not self.is_draft_worker:
             kwargs["mla_pool_class"] = latent_pool_class
+        with refusing():
+            return original(self, **kwargs)
+
+    def build_indexed(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        if not self.is_draft_worker:
+            kwargs["dsa_pool_class"] = indexed_pool_class
         with refusing():
             return original(self, **kwargs)
 
@@ -114,12 +122,14 @@ def on_pool(
         return built
 
     absent = release_rules().absent
-    for base, overridden in (("MHATokenToKVPool", _OVERRIDDEN), ("MLATokenToKVPool", _OVERRIDDEN_OF_LATENTS)):
+    of_latents = dict.fromkeys(("MLATokenToKVPool", "DSATokenToKVPool"), _OVERRIDDEN_OF_LATENTS)
+    for base, overridden in {"MHATokenToKVPool": _OVERRIDDEN, **of_latents}.items():
         for name, parameters in overridden.items():
             if name not in absent:
                 check_leading(f"{_POOLS}.{base}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CONFIGURATOR}._build_mla_kv_pool", build_of_latents, AROUND, "max_total_num_tokens", "mla_pool_class")
+    install(f"{_CONFIGURATOR}._build_dsa_kv_pool", build_indexed, AROUND, "max_total_num_tokens", "dsa_pool_class")
     install(
         f"{_CONFIGURATOR}._build_hybrid_swa_kv_pool", build_parts, AROUND, "full_max_total_num_tokens", "mha_pool_class"
     )

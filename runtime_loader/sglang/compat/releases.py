@@ -8,7 +8,7 @@ from typing import Final
 from packaging.version import Version
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.option_rules import OptionRule, ReleaseRules
+from kvtuner.runtime_loader.sglang.options.option_rules import OptionRule, ReleaseRules
 
 NEWEST: Final = "0.5.23"
 """The release that the image, the pages and most tests take."""

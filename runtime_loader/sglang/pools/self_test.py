@@ -149,6 +149,11 @@ def announce_states(num_states: int, num_bytes: int) -> None:
     logger.info("layers without keys have %s states each, %s bytes in all", f"{num_states:,}", f"{num_bytes:,}")
 
 
+def announce_index(layers: Sequence[bool], num_bytes: int) -> None:
+    """Say in the log what the keys of an index take, which SGLang keeps itself in some of the layers."""
+    logger.info("keys of the index of %d of %d layers take %s bytes", sum(layers), len(layers), f"{num_bytes:,}")
+
+
 def announce_window(pool: PackedPool, ranks: ParallelRanks) -> None:
     """Say in the log what the copies of an exact window take, and set their metrics, 0 without one."""
     copies, profile = pool.copies, pool.rank_state.profile

@@ -195,14 +195,13 @@ def test_keys_of_indexes_are_counted_beside_latents_as_sglang_keeps_them(hub_mod
     text = " ".join(assumptions(plan))
     assert "take 8,052 bytes more of each token as SGLang keeps them, in fp8" in text
     assert "pages of 64 tokens" in text
-    assert "SGLang's plugin refuses profiles of models with an index so far; KVTunerCache runs them" in text
     assert "index" not in " ".join(assumptions(without)) and "pages of one token" in " ".join(assumptions(without))
 
 
 def test_an_index_that_sglang_has_not_is_not_said_to_be_kept_by_it(model_folder: Callable[..., Path]) -> None:
     text = " ".join(assumptions(plan_of(model_folder("axk2"), gpu="H200")))
     assert "bytes more of each token in fp8;" in text and "as SGLang keeps" not in text
-    assert "refuses profiles of models with an index" in text
+    assert "SGLang does not know the index of this model; KVTunerCache runs it" in text
 
 
 def test_the_largest_budget_holds_keys_of_indexes_as_they_are_computed(hub_model: HubModel) -> None:

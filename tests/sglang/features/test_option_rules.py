@@ -11,29 +11,34 @@ import pytest
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.releases import release_rules
-from kvtuner.runtime_loader.sglang.option_rules import (
-    BACKENDS,
+from kvtuner.runtime_loader.sglang.options.option_refusals import (
+    refuse_beside_other_layers,
+    refuse_beside_per_channel,
+    refuse_flags,
+    refuse_of_index,
+    refuse_of_latents,
+)
+from kvtuner.runtime_loader.sglang.options.option_rules import (
     DISAGGREGATION_RULES,
     HICACHE_RULES,
+    INDEX_RULES,
     LATENT_RULES,
     LMCACHE_RULES,
     LORA_RULES,
+    METADATA_BACKEND,
     OTHER_LAYER_RULES,
     PER_CHANNEL_RULES,
     REPLICA_RULES,
     RULES,
     SPECULATION_RULES,
     OptionRule,
-    refuse_beside_other_layers,
-    refuse_beside_per_channel,
-    refuse_flags,
-    refuse_of_latents,
+    backend_rules,
 )
 
 if TYPE_CHECKING:
     from fixture_types import RunProgram
 
-EVERY_RULE = (*BACKENDS, *RULES, *HICACHE_RULES)
+EVERY_RULE = (*backend_rules(METADATA_BACKEND), *RULES, *HICACHE_RULES)
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
@@ -152,6 +157,14 @@ def test_every_rule_of_latents_refuses_its_option(rule: OptionRule) -> None:
         refuse_of_latents(arguments(**{**fine, rule.name: 7}), hicache_only=False)
 
 
+@pytest.mark.parametrize("rule", INDEX_RULES, ids=lambda rule: rule.name)
+def test_every_rule_of_an_index_refuses_its_option(rule: OptionRule) -> None:
+    fine = {each.name: each.works[0] for each in INDEX_RULES}
+    refuse_of_index(arguments(**fine))
+    with pytest.raises(ServingError, match=rf"{rule.flag} 7 does not work with latents that an index selects from"):
+        refuse_of_index(arguments(**{**fine, rule.name: 7}))
+
+
 def test_keys_per_channel_stand_beside_no_other_layers() -> None:
     fine = {"page_size": 64, **{each.name: each.works[0] for each in PER_CHANNEL_RULES}}
     with pytest.raises(
@@ -169,13 +182,13 @@ def test_adapters_beside_a_quantized_host_tier() -> None:
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP"])
 def test_drafts_that_are_no_tested_chains(algorithm: str) -> None:
-    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    fine = {each.name: each.works[-1] for each in (*backend_rules(METADATA_BACKEND), *RULES)}
     with pytest.raises(ServingError, match=f"--speculative-algorithm {algorithm} does not work with a packed KV pool"):
         refuse_flags(arguments(device="cpu", **{**fine, "speculative_algorithm": algorithm}), {})
 
 
 def test_options_of_a_host_tier_do_not_matter_without_one() -> None:
-    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    fine = {each.name: each.works[-1] for each in (*backend_rules(METADATA_BACKEND), *RULES)}
     refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {})
     with pytest.raises(ServingError, match="KVTuner HiCache would not be used: add --enable-hierarchical-cache"):
         refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {}, hicache_only=True)

@@ -21,7 +21,7 @@ from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang import packed_attention_backend as backend_module
-from kvtuner.runtime_loader.sglang.compat.flash import called_by_place
+from kvtuner.runtime_loader.sglang.compat.attention.flash import called_by_place
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool

@@ -9,14 +9,15 @@ import pytest
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat import releases
 from kvtuner.runtime_loader.sglang.compat.releases import ACCEPTED, NEWEST, release_rules
-from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, RULES, refuse_flags
+from kvtuner.runtime_loader.sglang.options.option_refusals import refuse_flags
+from kvtuner.runtime_loader.sglang.options.option_rules import METADATA_BACKEND, RULES, backend_rules
 
 OLDER = [release for release in ACCEPTED if release != NEWEST]
 
 
 def arguments(**values: object) -> SimpleNamespace:
     """Return arguments of which all rules of every server are content, but for these."""
-    works = {rule.name: rule.works[-1] for rule in (*BACKENDS, *RULES) if "." not in rule.name}
+    works = {rule.name: rule.works[-1] for rule in (*backend_rules(METADATA_BACKEND), *RULES) if "." not in rule.name}
     graphs = SimpleNamespace(prefill=SimpleNamespace(backend="disabled"))
     plain = {"device": "cpu", "dp_size": 1, "nnodes": 1, "cuda_graph_config": graphs, "disaggregation_mode": None}
     off = {"enable_hierarchical_cache": False, "enable_lora": False, "enable_lmcache": False}

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, check_named, install
-from kvtuner.runtime_loader.sglang.option_rules import METADATA_BACKEND
+from kvtuner.runtime_loader.sglang.options.option_rules import METADATA_BACKEND
 from kvtuner.runtime_loader.sglang.process_state import process_state, refusing
 
 if TYPE_CHECKING:

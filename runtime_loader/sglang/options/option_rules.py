@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
-
-from kvtuner.errors import ServingError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from kvtuner.precision import ExactWindow
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,126 +214,32 @@ IMAGE_RULES: Final = (OptionRule("enable_mixed_chunk", OFF, "SGLang makes no mas
 METADATA_BACKEND: Final = "triton"
 """SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
 
-BACKENDS: Final = tuple(
-    OptionRule(name, works, "no other backend can read packed rows", of_attention=True)
-    for name, works in (
-        ("attention_backend", (METADATA_BACKEND,)),
-        ("prefill_attention_backend", (None, METADATA_BACKEND)),
-        ("decode_attention_backend", (None, METADATA_BACKEND)),
+INDEX_BACKEND: Final = "dsa"
+"""SGLang's name of the one that has an index, which selects what queries read (sparse attention)."""
+SPARSE_KERNEL: Final = "flashmla_sparse"
+"""SGLang's name of its sparse kernel that reads latents in the served dtype."""
+
+
+def backend_rules(metadata_backend: str) -> tuple[OptionRule, ...]:
+    """The rules of the attention backend, by the name of the one whose metadata ours reads."""
+    works = {
+        "attention_backend": (metadata_backend,),
+        "prefill_attention_backend": (None, metadata_backend),
+        "decode_attention_backend": (None, metadata_backend),
+    }
+    return tuple(
+        OptionRule(name, values, "no other backend can read packed rows", of_attention=True)
+        for name, values in works.items()
     )
+
+
+INDEX_KERNELS: Final = (
+    OptionRule("dsa_prefill_backend", (None, SPARSE_KERNEL), "latents are staged for this kernel alone"),
+    OptionRule("dsa_decode_backend", (None,), "no kernel of SGLang reads packed rows"),
 )
-
-VARIABLES: Final = {
-    "SGLANG_USE_HND_KVCACHE": "rows hold all heads of a token",
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it sizes rows of one width",
-    "SGLANG_DISAGG_STAGING_BUFFER": "it splits rows of one width by heads",
-}
-
-
-def refuse_flags(
-    arguments: Any,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    hicache_only: bool = False,
-    release: ReleaseRules = NOTHING_SPECIAL,
-) -> None:
-    """Refuse an option or variable that packed rows, on the device or below it alone, do not work with."""
-    what = "a quantized host tier" if hicache_only else "a packed KV pool"
-    if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
-        raise ServingError(
-            f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA, on a"
-            " processor (examples/sglang_on_cpu), and on the transformers host; drop --kvtuner-profile"
-        )
-    every_rule = (rule for rule in (*BACKENDS, *RULES) if rule.name not in release.absent)
-    rules = [rule for rule in (*every_rule, *release.refused) if not (hicache_only and rule.of_attention)]
-    if getattr(arguments, "enable_hierarchical_cache", None):
-        rules += HICACHE_RULES
-    elif hicache_only:
-        raise ServingError(
-            "HiCache is not enabled, so KVTuner HiCache would not be used: add --enable-hierarchical-cache"
-        )
-    _refuse_options(arguments, rules, what)
-    if arguments.speculative_algorithm is not None:
-        _refuse_options(arguments, SPECULATION_RULES, f"speculative decoding on {what}")
-    if arguments.dp_size > 1:
-        _refuse_options(arguments, REPLICA_RULES, f"replicas of {what}")
-    if arguments.enable_lmcache:
-        _refuse_options(arguments, LMCACHE_RULES, f"LMCache on {what}")
-    if arguments.disaggregation_mode in ROLES:
-        _refuse_options(arguments, DISAGGREGATION_RULES, f"disaggregation of {what}")
-    if has_adapters(arguments):
-        _refuse_options(arguments, LORA_RULES, f"LoRA on {what}")
-    for name, reason in VARIABLES.items():
-        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
-            raise ServingError(f"{name} does not work with {what}: {reason}; unset it")
-
-
-def refuse_beside_other_layers(arguments: Any, others: str) -> None:
-    """Refuse an option that a model does not work with that has `others` beside packed layers."""
-    _refuse_options(arguments, OTHER_LAYER_RULES, f"a packed KV pool beside {others}")
-
-
-def refuse_of_images(arguments: Any, window: ExactWindow) -> None:
-    """Refuse what images do not work with whose tokens read one another, also later ones."""
-    if window.num_tokens:
-        raise ServingError(
-            f"the tokens of an image read one another in this model, later ones too, which an exact window ({window})"
-            " has no place for; serve a profile without a window, or the model's text alone"
-        )
-    _refuse_options(arguments, IMAGE_RULES, "images whose tokens read one another")
-
-
-def refuse_of_latents(arguments: Any, *, hicache_only: bool) -> None:
-    """Refuse an option that latents (MLA) do not work with, a host tier of theirs among them."""
-    if hicache_only:
-        raise ServingError(
-            "latents (MLA) have no quantized host tier yet: drop --kvtuner-hicache-only, so that they are packed on the"
-            " device"
-        )
-    _refuse_options(arguments, LATENT_RULES, "a packed pool of latents (MLA)")
-
-
-def refuse_beside_per_channel(
-    arguments: Any, token_group: int, *, hicache_only: bool = False, has_other_layers: bool = False
-) -> None:
-    """Refuse what keys per channel do not work with; pages must be whole groups of so many tokens.
-
-    Of a model, `has_other_layers` says that layers have a window, keep a state or read another layer's keys.
-    """
-    if has_other_layers:
-        raise ServingError(
-            "keys per channel beside layers that have a window, keep a state or read another layer's keys were never"
-            " tried; serve a profile of per_token keys"
-        )
-    if hicache_only:
-        raise ServingError(
-            "keys per channel are packed while a request holds them exactly, which below the device it does not; store"
-            " keys per token there, or drop --kvtuner-hicache-only"
-        )
-    what = f"keys per channel of {token_group} tokens per scale"
-    if arguments.page_size is None or arguments.page_size % token_group:
-        raise ServingError(
-            f"--page-size {arguments.page_size or 1} does not work with {what}, which requests share by whole groups;"
-            f" add --page-size {token_group}, or a multiple of it"
-        )
-    _refuse_options(arguments, PER_CHANNEL_RULES, what)
-
-
-def has_adapters(arguments: Any) -> bool:
-    """Whether a server takes adapters (LoRA), which SGLang decides after the launcher's check."""
-    if arguments.enable_lora is None:
-        return bool(getattr(arguments, "lora_paths", None))
-    return bool(arguments.enable_lora)
-
-
-def _refuse_options(arguments: Any, rules: Iterable[OptionRule], what: str) -> None:
-    for rule in rules:
-        try:
-            value = attrgetter(rule.name)(arguments)
-        except AttributeError as error:
-            raise ServingError(
-                f"this SGLang has no option {rule.name}; install a version that kvtuner is tested with"
-            ) from error
-        if value not in rule.works and value not in ([], {}):
-            shown = "" if value is True else f" {value}"
-            raise ServingError(f"{rule.flag}{shown} does not work with {what}: {rule.reason}; {rule.remedy}")
+"""Rules of what a user chooses for an index, before SGLang does."""
+INDEX_RULES: Final = (
+    OptionRule("enable_mixed_chunk", OFF, "it was never tried"),
+    OptionRule("enable_return_indexer_topk", OFF, "it was never tried"),
+)
+"""Rules of latents that an index selects from."""

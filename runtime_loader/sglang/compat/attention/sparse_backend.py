@@ -1,0 +1,55 @@
+"""SGLang's sparse attention (DSA): the backend for latents of which an index selects what each query reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, transform_index_page_table_decode
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.hooks import check_leading, check_named
+from kvtuner.runtime_loader.sglang.options.option_rules import INDEX_BACKEND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["DeepseekSparseAttnBackend", "TopkTransformMethod", "on_sparse_backend", "slots_of_decode"]
+
+_BACKEND: Final = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+_SPARSE: Final = ("q_all", "kv_cache", "v_head_dim", "page_table_1", "sm_scale", "topk_length")
+
+
+def on_sparse_backend(make: Callable[[Any], Any | None]) -> None:
+    """Let `make` build the sparse backend of a model runner; where it gives None, SGLang's own is built."""
+    for method in ("forward_decode", "forward_extend"):
+        check_leading(f"{_BACKEND}.{method}", "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+        check_named(f"{_BACKEND}.{method}", "q_rope", "k_rope", "topk_indices")
+    check_leading(f"{_BACKEND}.get_topk_transform_method", "self", "forward_mode")
+    check_leading(f"{_BACKEND}._pad_topk_indices", "self", "topk_indices", "num_tokens")
+    check_named(f"{_BACKEND}._forward_flashmla_sparse", *_SPARSE)
+    stock = attention_registry.ATTENTION_BACKENDS.get(INDEX_BACKEND)
+    if stock is None:
+        raise ServingError(
+            f"this SGLang has no attention backend {INDEX_BACKEND}; install a version that kvtuner is tested with"
+        )
+    if getattr(stock, "is_kvtuner", False):
+        return
+
+    def create(runner: Any) -> Any:
+        backend = make(runner)
+        return stock(runner) if backend is None else backend
+
+    create.is_kvtuner = True  # type: ignore[attr-defined]
+    attention_registry.ATTENTION_BACKENDS[INDEX_BACKEND] = create
+
+
+def slots_of_decode(backend: DeepseekSparseAttnBackend, topk_indices: Tensor, num_queries: int) -> Tensor:
+    """The token slots [queries, most] that an index has selected for decoding queries, -1 where they are fewer."""
+    slots: Tensor = backend._pad_topk_indices(topk_indices, num_queries)
+    if not backend.use_fused_topk:  # of which the index gives token slots
+        slots = transform_index_page_table_decode(page_table=backend.forward_metadata.page_table_1, topk_indices=slots)
+    return slots
