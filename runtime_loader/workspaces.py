@@ -19,6 +19,8 @@ SPARE_BYTES: Final = 4096
 """The bytes of a scratch that the alignment of its pieces may take."""
 DECODED_PARTS: Final = 4096
 """The most parts of all requests that decode at once, on any device of the launch table."""
+DECODED_LATENT_PARTS: Final = 1024
+"""The same of latents, of which a processor holds one program: requests have as many as `Device.splits` gives them."""
 _FLOAT_BYTES: Final = 4
 _INDEX_BYTES: Final = 8
 _NATIVE_BYTES: Final = 2
@@ -32,6 +34,7 @@ class AttentionShape:
         num_heads: The query heads of the rank.
         num_kv_heads: The KV heads of the rank.
         v_head_dim: The channels of a head's output, which of latents (MLA) are a latent's.
+        decoded_parts: The most parts of all requests that decode at once.
         chunk_tokens: The most new tokens of a forward.
         graph_requests: The requests of the largest CUDA graph of decoding, 0 without graphs.
         context_length: The tokens that a request may have.
@@ -42,6 +45,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    decoded_parts: int
     chunk_tokens: int
     graph_requests: int
     context_length: int
@@ -56,9 +60,11 @@ class AttentionShape:
         heads, kv_heads = (
             max(1, -(-count // tp_size)) for count in (geometry.num_attention_heads, geometry.num_kv_heads)
         )
-        outputs = geometry.head_dim if geometry.is_latent else geometry.v_head_dim
+        outputs, parts = geometry.v_head_dim, DECODED_PARTS
+        if geometry.is_latent:
+            outputs, parts = geometry.head_dim, DECODED_LATENT_PARTS
         return cls(
-            heads, kv_heads, geometry.head_dim, outputs, chunk_tokens, graph_requests, context_length, has_window
+            heads, kv_heads, geometry.head_dim, outputs, parts, chunk_tokens, graph_requests, context_length, has_window
         )
 
 
@@ -79,8 +85,9 @@ def attention_bytes(shape: AttentionShape) -> int:
 
 def decode_scratch_bytes(shape: AttentionShape) -> int:
     """The most bytes of the scratch that decoding keeps."""
-    outputs = (DECODED_PARTS + MOST_PREPARED) * (shape.v_head_dim + 1)
-    return _FLOAT_BYTES * shape.num_heads * (outputs + MOST_PREPARED * (shape.head_dim + 1)) + SPARE_BYTES
+    parts = shape.decoded_parts + MOST_PREPARED  # that of copies too, of each request
+    outputs, query = parts * (shape.v_head_dim + 1) * _FLOAT_BYTES, shape.head_dim * _NATIVE_BYTES + _FLOAT_BYTES
+    return shape.num_heads * (outputs + MOST_PREPARED * query) + SPARE_BYTES
 
 
 def slot_table_bytes(shape: AttentionShape) -> int:

@@ -53,12 +53,13 @@ class TritonAttention:
             settings = self.settings(layer, num_heads, num_requests=few_or_many)
             tiles = settings.programs(layer.keys.num_heads, num_heads // layer.keys.num_heads)
             kinds.add((settings, tiles, layer.keys.head_dim, layer.values.head_dim))
-        most = max(
-            num_requests * ((self.device.splits(settings, num_requests, tiles) + 1) * (v_head_dim + 1) + head_dim + 1)
+        most = max(  # parts with their weights, those of copies too, and queries in fp16 with their q . mu
+            num_requests
+            * (4 * (self.device.splits(settings, num_requests, tiles) + 1) * (v_head_dim + 1) + 2 * head_dim + 4)
             for settings, tiles, head_dim, v_head_dim in kinds
             for num_requests in range(1, min(max_requests, MOST_PREPARED) + 1)
         )
-        self._scratch = Scratch(torch.float32.itemsize * num_heads * most + SPARE_BYTES, layers[0][0].rows.device)
+        self._scratch = Scratch(num_heads * most + SPARE_BYTES, layers[0][0].rows.device)
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store`."""

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from kvtuner.geometry import ModelGeometry
-from kvtuner.runtime_loader.kernels import launch_settings
+from kvtuner.precision import ExactWindow
+from kvtuner.quant import QuantSpec, Transform
+from kvtuner.runtime_loader.exact_ring import ExactRing, WindowReads
+from kvtuner.runtime_loader.kernels import launch, launch_settings, triton_attention
+from kvtuner.runtime_loader.kernels.latents import launch_latents
 from kvtuner.runtime_loader.kernels.latents.triton_latents import TritonLatentAttention
 from kvtuner.runtime_loader.kernels.launch_settings import Device
+from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import PackedRows
+from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.workspaces import (
     DECODED_PARTS,
     MOST_PREPARED,
+    SPARE_BYTES,
     WORKSPACE_BYTES,
     AttentionShape,
     attention_bytes,
     decode_scratch_bytes,
     slot_table_bytes,
 )
+from kvtuner.transforms import TransformKind
 
-LLAMA = AttentionShape(32, 8, 128, 128, chunk_tokens=8192, graph_requests=256, context_length=131_072, has_window=False)
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+LLAMA = AttentionShape(32, 8, 128, 128, DECODED_PARTS, 8192, 256, context_length=131_072, has_window=False)
 MOST_PROCESSORS = 160
 """More than the 148 of a B200."""
 
 
 def test_no_launch_of_any_device_has_more_parts() -> None:
-    settings = (kinds for rows in launch_settings._table().values() for kinds in rows.values())
-    launches = {launch for kinds in settings for name, launch in kinds.items() if name != "wide"}
+    kinds = (kinds for rows in launch_settings._table().values() for kinds in rows.values())
+    settings = {setting for each in kinds for name, setting in each.items() if name != "wide"}
     device = Device("sm_100", MOST_PROCESSORS)
     most = max(
-        num_requests * device.splits(launch, num_requests, tiles)
-        for launch in launches
+        num_requests * device.splits(setting, num_requests, tiles)
+        for setting in settings
         for num_requests in range(1, MOST_PREPARED + 1)
         for tiles in (1, 2, 4, 8)
     )
@@ -56,19 +70,59 @@ def test_what_attention_prepares_is_inside_of_it(
     assert 0 < taken <= decode_scratch_bytes(shape)
 
 
-def test_what_attention_over_latents_prepares_is_inside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "of", lambda _: Device("sm_90", 132))
-    attention = TritonLatentAttention(torch.device("meta"))
+class NoKernel:
+    """A kernel whose launches do nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class WatchedScratch(Scratch):
+    """A scratch that notes the most bytes that a call takes of it, and what it has no room for."""
+
+    most = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._used + dtype.itemsize * math.prod(shape) <= len(self._buffer), "is allocated for the call"
+        taken = super().take(shape, dtype)
+        WatchedScratch.most = max(WatchedScratch.most, self._used)
+        return taken
+
+
+@pytest.mark.parametrize("processors", [20, 132, MOST_PROCESSORS])
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("num_heads", [3, 16, 128])
+def test_decoding_latents_takes_what_is_reserved_and_no_less(
+    num_heads: int, bits: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Device, "of", lambda _: Device("sm_90", processors))
+    monkeypatch.setattr(triton_attention, "Scratch", WatchedScratch)
+    monkeypatch.setattr(WatchedScratch, "most", 0)
+    for module, kernel in (
+        (launch, "prepare_queries"), (launch, "attend_copies"), (launch, "merge_splits"),
+        (launch_latents, "decode_latents"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, kernel, NoKernel())
+    centered = Transform(TransformKind.parse("centered"), torch.zeros(1, 512, dtype=torch.float16))
     latents, rotary = (
-        PackedRows(torch.empty(9, 1, size, dtype=torch.bfloat16, device="meta"), RowFormat(1, size, None))
-        for size in (512, 64)
+        PackedRows.zeros(RowFormat(1, size, spec), 9, torch.bfloat16, "meta")
+        for size, spec in ((512, QuantSpec(bits, centered) if bits < 16 else None), (64, None))
     )
-    attention.prepare([(latents, rotary)], 16, 10_000)
-    geometry = ModelGeometry(61, 128, 1, 512, 0, rope_dim=64)
+    attention = TritonLatentAttention(torch.device("meta"))
+    attention.prepare([(latents, rotary)], num_heads, 10_000)
+    copies = (torch.empty(9, 32, 1, size, dtype=torch.bfloat16, device="meta") for size in (512, 64))
+    ring = ExactRing(*copies, torch.empty(9, 32, dtype=torch.int32, device="meta"), ExactWindow(32))
+    for num_requests in range(1, MOST_PREPARED + 1):
+        q = torch.empty(num_requests, num_heads, 576, dtype=torch.bfloat16, device="meta")
+        numbers = torch.empty(num_requests + 1, dtype=torch.int32, device="meta")
+        attention.decode(q, latents, rotary, numbers, numbers, ScoreScaling(0.1), window=WindowReads(ring, numbers))
+    geometry = ModelGeometry(61, num_heads, 1, 512, 0, rope_dim=64)
     sizes = {name: getattr(LLAMA, name) for name in ("chunk_tokens", "graph_requests", "context_length", "has_window")}
-    shape = AttentionShape.of(geometry, tp_size=8, **sizes)
-    assert (shape.num_heads, shape.v_head_dim) == (16, 512)
-    assert 0 < attention._scratch._buffer.nbytes <= decode_scratch_bytes(shape)
+    reserved = decode_scratch_bytes(AttentionShape.of(geometry, tp_size=1, **sizes))
+    assert WatchedScratch.most <= attention._scratch._buffer.nbytes <= reserved
+    # Native latents have no queries of their own; all others take every byte but the room for alignment.
+    queries = num_heads * MOST_PREPARED * (2 * 512 + 4)
+    assert WatchedScratch.most >= reserved - (queries if bits == 16 else 0) - SPARE_BYTES
 
 
 def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:

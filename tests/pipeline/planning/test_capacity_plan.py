@@ -20,7 +20,7 @@ from kvtuner.pipeline.planning.plan_text import assumptions, search_sentences
 from kvtuner.pipeline.planning.search_cost import SearchCost
 from kvtuner.pipeline.planning.server_memory import ServerMemory
 from kvtuner.precision import GIB, ExactWindow, PrecisionPair
-from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
+from kvtuner.runtime_loader.workspaces import DECODED_PARTS, AttentionShape, attention_bytes
 from kvtuner.search_spaces.budget import Budget
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_fullest_rank_and_tokens_fill_the_memory(
     ranks = RankLayout.of(geometry, tp_size=tp_size, pp_size=pp_size)
     copies = ranks.window_bytes([PrecisionPair(2, 2)] * 32, ExactWindow(32))
     heads = max(1, 32 // tp_size), max(1, 8 // tp_size)
-    workspace = attention_bytes(AttentionShape(*heads, 128, 128, 8192, 40, 32_768, has_window=True))
+    workspace = attention_bytes(AttentionShape(*heads, 128, 128, DECODED_PARTS, 8192, 40, 32_768, has_window=True))
     assert plan.server.rank_weights_bytes == -(-LLAMA_BYTES // (tp_size * pp_size))
     for row in plan.schemes:
         if row.kind == "uniform":
