@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtuner.runtime_loader.packed_attention import ChunkMask
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from kvtuner.runtime_loader.packed_attention import ChunkMask
 
 
 def tokens_of_last_chunk(lengths: Tensor, size: int) -> Tensor:
@@ -56,17 +56,9 @@ def _bounds(lengths: list[int], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def within_window(mask: ChunkMask, prefixes: Sequence[int], lengths: Sequence[int], window: int) -> ChunkMask:
-    """The mask of `lengths` new tokens of each request, behind `prefixes` tokens, where none reads before its window.
-
-    Of a prefix it has as many tokens as a window has beside a query.
-    """
-    parts = []
-    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
-        own = mask.of_request(request, prefix, length)
-        before = min(prefix, window - 1)
-        places = torch.arange(-before, length, device=own.device)
-        is_near = places > torch.arange(length, device=own.device)[:, None] - window
-        parts.append((torch.cat((own.new_ones(length, before), own), dim=1) & is_near).flatten())
-    starts = torch.tensor([0, *(len(part) for part in parts)], device=mask.starts.device).cumsum(0)
-    return ChunkMask(torch.cat(parts), starts)
+def cut_before_windows(mask: ChunkMask, prefixes: Sequence[int], lengths: Sequence[int], window: int) -> None:
+    """Let none of `lengths` new tokens of each request, behind `prefixes` tokens, read before its window: in place."""
+    end = 0
+    for prefix, length in zip(prefixes, lengths, strict=True):
+        start, end = end, end + length * (prefix + length)
+        mask.mask[start:end].view(length, prefix + length).triu_(prefix - window + 1)

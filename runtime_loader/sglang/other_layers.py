@@ -5,13 +5,12 @@ It knows what that backend lists for a batch, and not how a kernel attends.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.packed_attention import ExtendBounds
 from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import list_window_slots
-from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, tokens_of_last_chunk, within_window
+from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, cut_before_windows, tokens_of_last_chunk
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
@@ -19,33 +18,40 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvtuner.runtime_loader.packed_attention import ChunkMask
     from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import TritonAttnBackend
 
 
 _WITHOUT_WINDOW: Final = {"sliding_window_size": -1, "window_kv_offsets": None}
-"""The options of SGLang's kernel where the slots and masks that it gets say all that is read.
+"""The options of SGLang's kernel where the slots that it gets say all that is read.
 
-A window would cut once more: by distance, which is none between chunks, and counts no later tokens of an image.
+A window would cut once more, by distance, which is none between chunks.
 """
-_BY_MASK: Final = {**_WITHOUT_WINDOW, "skip_prefix_custom_mask": False}
-"""The same where a mask cuts prefixes too: by default the kernel reads all of a prefix, whatever a mask says of it."""
+_BY_MASK: Final = {"sliding_window_size": 1 << 30, "skip_prefix_custom_mask": False}
+"""The same where a mask says all: it has all prefixes, of which the kernel leaves out what no window reaches.
+
+It does so under a window alone. This one cuts nothing: the kernel's own lets no token of an image read those that are a
+window or more after it. By default the kernel reads all of a prefix that it gets, whatever a mask says of it.
+"""
 
 
 class OtherLayers:
-    """The reads of layers with a window, or of chunks of `chunk` tokens, in one forward after the other."""
+    """The reads of layers with a window, or of chunks of `chunk` tokens, in one forward after the other.
 
-    def __init__(self, backend: TritonAttnBackend, chunk: int | None) -> None:
-        self._backend, self._chunk = backend, chunk
+    Masks of images are cut by windows in their place where no other layer reads them. Where full layers do, as Gemma
+    3's, images are no longer than windows, and windows of SGLang's kernel cut what masks say.
+    """
+
+    def __init__(self, backend: TritonAttnBackend, chunk: int | None, *, owns_masks: bool) -> None:
+        self._backend, self._chunk, self._owns_masks = backend, chunk, owns_masks
         self._prefixes: Sequence[int] | None = None
         self._lengths: Sequence[int] | None = None
         self._pieces: ChunkPieces | None = None
-        self._mask: ChunkMask | None = None
+        self._is_cut = False
 
     def begin(self, batch: Any) -> None:
         """List the token slots of chunks for SGLang's ForwardBatch, in the place of windows that SGLang has listed."""
         self._prefixes, self._lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-        self._pieces = self._mask = None
+        self._pieces, self._is_cut = None, False
         if self._chunk is None:
             return
         if batch.forward_mode.is_decode_or_idle():
@@ -70,18 +76,18 @@ class OtherLayers:
     def of_extend(self, bounds: ExtendBounds, window: int) -> tuple[ExtendBounds, dict[str, Any]]:
         """What new tokens read in a layer with a window, and the options of SGLang's kernel that say the same.
 
-        Each piece of a chunk attends apart. A mask of images gets the `window` itself: SGLang's kernel lets no token of
-        an image read those that are a window or more after it.
+        Each piece of a chunk attends apart.
         """
         if self._pieces is not None:
             lengths = self._pieces.lengths
             pieces = ExtendBounds(self._pieces.bounds, self._pieces.earlier, bounds.slots, max(lengths))
             return pieces, {**_WITHOUT_WINDOW, "extend_seq_lens_cpu": lengths}
-        if bounds.mask is None:
+        if bounds.mask is None or not self._owns_masks:
             return bounds, {}
-        if self._mask is None:  # one for all layers
-            self._mask = within_window(bounds.mask, *self._on_the_host(), window)
-        return replace(bounds, mask=self._mask), _BY_MASK
+        if not self._is_cut:  # once for all layers
+            cut_before_windows(bounds.mask, *self._on_the_host(), window)
+            self._is_cut = True
+        return bounds, _BY_MASK
 
     def _on_the_host(self) -> tuple[Sequence[int], Sequence[int]]:
         if self._prefixes is None or self._lengths is None:

@@ -71,7 +71,6 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
 
     def __init__(self, runner: Any, *args: Any, chunk: int | None = None, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
-        self._others = OtherLayers(self, chunk)
         self.pool: PackedPool = full_part(runner.token_to_kv_pool)
         self.attention = self.pool.rank_state.attention
         self._layers = [(keys, values) for _, keys, values in self.pool.read_layers]
@@ -80,6 +79,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._shared = SharedChunks({layer_id: number for layer_id, number in readers if layer_id in self._packed})
         self._first_layer = first_attention_layer(runner.model)
         self._both_ways = reading_both_ways(runner.model_config)
+        self._others = OtherLayers(self, chunk, owns_masks=self._both_ways == {"window"})
         if "full" in self._both_ways:
             let_text_run_beside_images()
         with refusing():
@@ -240,8 +240,6 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         if not (isinstance(keys, PackedRows) and isinstance(values, PackedRows)):
             read = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend, None if self._verifies else mask)
             read, options = self._others.of_extend(read, layer.sliding_window_size + 1)
-            if read.mask is not None:
-                custom_mask, mask_indptr = read.mask.mask, read.mask.starts
             super()._forward_extend_kernel(
                 layer, q, k, v, o, keys, values, read.tokens, read.prefix, read.slots, custom_mask, host_is_causal,
                 mask_indptr, read.longest, k_descale, v_descale, sm_scale, logit_cap=logit_cap,

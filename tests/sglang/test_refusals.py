@@ -125,6 +125,16 @@ def test_images_that_are_read_both_ways_in_windows_that_a_context_does_not_reach
     assert """or its text, with --json-model-override-args '{"language_model_only": true}'""" in line
 
 
+def test_images_that_are_read_both_ways_and_longer_than_windows(
+    refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    fields = replace(KINDS["Gemma3"], text={**KINDS["Gemma3"].text, "sliding_window": 3})
+    save_image_model("Gemma3", make_tokenizer(), tmp_path, fields)
+    line = refused(tmp_path, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--enable-multimodal")
+    assert line.startswith("an image of this Gemma3ForConditionalGeneration has 4 tokens, which read one another, and")
+    assert "SGLang's windows of 3 tokens cut later ones off too" in line
+
+
 def test_exact_windows_of_a_model_whose_images_are_read_both_ways(
     refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:

@@ -176,7 +176,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f"{name} reads more than text, which was tried with a packed KV pool for the classes of {tried} alone;"
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
-    if model_config.is_multimodal and name == _GEMMA_4:
+    if model_config.is_multimodal:
         _refuse_other_images(model_config, geometry)
     _refuse_other_states(model_config, geometry)
     readers = geometry.readers
@@ -228,19 +228,27 @@ def _refuse_other_index(model_config: Any, geometry: CacheGeometry) -> None:
 
 
 def _refuse_other_images(model_config: Any, geometry: CacheGeometry) -> None:
-    """Refuse a Gemma 4 whose images SGLang, or packed layers, read otherwise than transformers."""
-    text = model_config.hf_text_config
-    if text.hidden_size_per_layer_input and text.pad_token_id:
+    """Refuse a Gemma whose images SGLang, or packed layers, read otherwise than transformers."""
+    name, text = model_config.hf_config.architectures[0], model_config.hf_text_config
+    windows = [layer.kind.number or 0 for layer in geometry.layers if layer.kind.name == "window"]
+    if name == _GEMMA_4 and text.hidden_size_per_layer_input and text.pad_token_id:
         raise UnsupportedModelError(
             f"SGLang's code for {_GEMMA_4} gives features of images the layers' own inputs of token 0, and this model"
             f" has {text.pad_token_id} for its pad_token_id; serve its text, with {TEXT_ALONE}"
         )
-    has_windows = any(layer.kind.name == "window" for layer in geometry.layers)
-    if _reads_in_windows_both_ways(model_config.hf_config) and not has_windows:
+    both_ways = reading_both_ways(model_config)
+    if both_ways == {"window"} and not windows:
         raise UnsupportedModelError(
             f"no layer of {_GEMMA_4} has a window in a context of {model_config.context_len} tokens, so that all would"
             " read images causally, as its full layers do; serve a context that is longer than its windows, or its"
             f" text, with {TEXT_ALONE}"
+        )
+    tokens = getattr(model_config.hf_config, "mm_tokens_per_image", 0)
+    if "full" in both_ways and windows and tokens > min(windows):
+        raise UnsupportedModelError(
+            f"an image of this {name} has {tokens} tokens, which read one another, and SGLang's windows of"
+            f" {min(windows)} tokens cut later ones off too, without a profile as well; serve its text,"
+            f" with {TEXT_ALONE}, or run it by KVTunerCache"
         )
 
 

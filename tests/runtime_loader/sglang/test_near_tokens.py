@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtuner.runtime_loader.packed_attention import ChunkMask
-from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, tokens_of_last_chunk, within_window
+from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, cut_before_windows, tokens_of_last_chunk
 
 BATCHES = [
     ((0,), (1,)), ((0, 0), (7, 24)), ((0, 5, 23, 24, 25), (60, 19, 1, 24, 23)), ((47, 100, 3), (2, 77, 0)),
@@ -64,14 +64,9 @@ def test_each_token_reads_its_window_and_later_ones_of_its_image(window: int) ->
         flat += [reads(token, other, image) for token in total[prefix:] for other in total]
         starts.append(len(flat))
     given = ChunkMask(torch.tensor(flat), torch.tensor(starts))
-    masks = within_window(given, [prefix for prefix, _, _ in REQUESTS], [length for _, length, _ in REQUESTS], window)
+    cut_before_windows(given, [prefix for prefix, _, _ in REQUESTS], [length for _, length, _ in REQUESTS], window)
     for request, (prefix, length, image) in enumerate(REQUESTS):
-        first = prefix - min(prefix, window - 1)
-        part = masks.mask[masks.starts[request] : masks.starts[request + 1]].view(length, prefix - first + length)
-        for place, token in enumerate(range(prefix, prefix + length)):
-            expected = [
-                reads(token, other, image) and other > token - window for other in range(first, prefix + length)
-            ]
-            assert part[place].tolist() == expected
-            assert not any(reads(token, other, image) and other > token - window for other in range(first))
-    assert masks.starts[-1] == len(masks.mask)
+        total = range(prefix + length)
+        part = given.mask[starts[request] : starts[request + 1]].view(length, len(total))
+        for place, token in enumerate(total[prefix:]):
+            assert part[place].tolist() == [reads(token, other, image) and other > token - window for other in total]

@@ -15,7 +15,7 @@ table = torch.randperm(REQUESTS * LONGEST, generator=torch.Generator().manual_se
 pool = SWAKVPool.__new__(SWAKVPool)
 pool.full_to_swa_index_mapping = torch.arange(REQUESTS * LONGEST) * 2 + 1
 backend = PackedAttnBackend.__new__(PackedAttnBackend)
-backend._others, backend.token_to_kv_pool = OtherLayers(backend, SIZE), pool
+backend._others, backend.token_to_kv_pool = OtherLayers(backend, SIZE, owns_masks=False), pool
 backend.kv_index_translator = kv_index_translator.KVIndexTranslator(
     req_to_token=table, token_to_kv_pool_allocator=None, token_to_kv_pool=pool, page_size=1, device="cpu"
 )
