@@ -21,6 +21,10 @@ _OTHER_CACHES: Final = {
     "is_encoder_decoder": "an encoder: it is an encoder-decoder",
     "cross_attention_layers": "cross-attention layers",
 }
+_READS_LATER: Final[Mapping[str, tuple[object, ...]]] = {
+    "use_bidirectional_attention": (True, "all"), "is_causal": (False,),
+}  # fmt: skip
+"""The fields, and their values, by which transformers lets tokens of text read later ones; images alone may."""
 _SHARED: Final = "num_kv_shared_layers"
 """The number of last layers that read the keys and values of the last layer of their type before them."""
 _READS_ANOTHER: Final = "layers that read another layer's keys"
@@ -95,6 +99,10 @@ def refuse_other_models(config: ConfigLike) -> None:
     for attribute, what in _OTHER_CACHES.items():
         if getattr(text, attribute, None) or getattr(config, attribute, None):
             raise UnsupportedModelError(_refusal(name, what))
+    for attribute, values in _READS_LATER.items():
+        value = getattr(text, attribute, None)
+        if value in values:
+            raise UnsupportedModelError(_refusal(name, f"text that reads later tokens too, by {attribute}={value!r}"))
 
 
 def refuse_own_cache(config: ConfigLike) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny.layered_models import LAYERED, MULTIMODAL
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV32Config,
     DynamicCache,
@@ -65,6 +66,11 @@ CHUNKS = remote_config(
         (remote_config(model_type="x", num_kv_shared_layers=2), "'x' has layers that read another layer's keys"),
         (remote_config(model_type="y", is_encoder_decoder=True), "'y' has an encoder"),
         (remote_config(cross_attention_layers=[3]), "has cross-attention layers"),
+        (
+            Gemma4TextConfig(use_bidirectional_attention="all"),
+            "text .* later tokens too, by use_bidirectional_.*='all'",
+        ),
+        (LlamaConfig(is_causal=False), "'llama' has text that reads later tokens too, by is_causal=False"),
     ],
 )
 def test_a_model_with_another_cache_is_refused_by_name(config: Any, named: str) -> None:
@@ -90,6 +96,38 @@ def test_a_model_whose_layers_read_every_token_is_taken(config: PreTrainedConfig
     config.get_text_config(decoder=True).kv_lora_rank = 8
     with pytest.raises(UnsupportedModelError, match="MLA"):
         refuse_other_caches(config)
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "causal"),
+    [
+        (Gemma4TextConfig, "use_bidirectional_attention", "all", "vision"),
+        (Gemma3TextConfig, "use_bidirectional_attention", True, False),
+        (LlamaConfig, "is_causal", False, True),
+    ],
+)
+@torch.no_grad()
+def test_text_that_reads_later_tokens_is_refused_by_the_field_that_says_so(
+    kind: Any, field: str, value: str | bool, causal: str | bool
+) -> None:
+    more = {"vocab_size_per_layer_input": 40, "global_head_dim": 16} if kind is Gemma4TextConfig else {}
+    tokens = torch.arange(12).view(2, 6)
+    tokens[1, :5] = tokens[0, :5]
+    for setting in (value, causal):
+        torch.manual_seed(0)
+        config = kind(**{**TINY, **more, field: setting})
+        first = AutoModelForCausalLM.from_config(config)(tokens).logits[:, :5]
+        assert torch.equal(*first) == (setting == causal), "transformers' own forward"
+    for read in (read_cache_geometry, read_served_geometry, refuse_other_caches):
+        with pytest.raises(UnsupportedModelError, match=rf"' has text that .* later tokens too, by {field}={value!r};"):
+            read(kind(**{**TINY, **more, field: value}))
+    assert read_served_geometry(kind(**{**TINY, **more, field: causal})).tuned().num_layers in (1, 6)
 
 
 def test_a_server_takes_layers_that_read_all_tokens_or_a_window_beside_those_without_keys() -> None:
