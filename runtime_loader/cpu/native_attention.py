@@ -47,10 +47,13 @@ if TYPE_CHECKING:
 _LOWEST: Final = -3e38
 _FAILURES: Final = {
     1: "a token slot lies outside of the pool",
-    2: "the bounds of requests fall, or lie outside of their slots or queries, or slots of keys per channel are no"
-    " whole groups of the pool",
+    2: "the bounds of requests fall, or lie outside of their slots or queries",
     3: "there is no memory for the sums of attention",
+    4: "slots of keys per channel are no whole groups of the pool",
+    5: "the slot of a request lies outside of the copies of an exact window",
+    6: "the places of an exact window are not those of its copies",
 }
+"""The words of the library's refusals, by its `Status` (sources/interface.h)."""
 
 
 @dataclass(frozen=True, slots=True)

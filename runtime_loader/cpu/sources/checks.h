@@ -31,8 +31,8 @@ inline int check_queries(const AttendJob &job) {
 // The request slots of a window, whose places lie within its copies.
 inline int check_window(const Window &window, int64_t num_requests) {
     const int64_t places = window.num_request_slots * window.num_places;
-    if (places > window.keys.num_rows || places > window.values.num_rows) return BAD_SPAN;
+    if (places > window.keys.num_rows || places > window.values.num_rows) return BAD_PLACES;
     for (int64_t r = 0; r < num_requests; r++)
-        if (window.requests[r] < 0 || window.requests[r] >= window.num_request_slots) return BAD_SLOT;
+        if (window.requests[r] < 0 || window.requests[r] >= window.num_request_slots) return BAD_REQUEST;
     return DONE;
 }

@@ -167,8 +167,8 @@ extern "C" VISIBLE int kvtuner_decode(const DecodeJob *given) {
 extern "C" VISIBLE int kvtuner_copy(const CopyJob *job) {
     const Window &window = job->window;
     if (const int status = check_window(window, job->num_requests)) return status;
-    if (window.residual_length < 0 || window.num_sinks < 0) return BAD_SPAN;
-    if (window.residual_length + window.num_sinks > window.num_places) return BAD_SPAN;
+    if (window.residual_length < 0 || window.num_sinks < 0) return BAD_PLACES;
+    if (window.residual_length + window.num_sinks > window.num_places) return BAD_PLACES;
     const int64_t k_bytes = window.keys.row_bytes, v_bytes = window.values.row_bytes;
     for (int64_t r = 0; r < job->num_requests; r++) {
         const int64_t position = job->tokens[r + 1] - job->tokens[r] - 1;

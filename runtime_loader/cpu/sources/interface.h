@@ -75,7 +75,8 @@ struct StoreJob {
     float hadamard_factor;
 };
 
-enum Status : int { DONE = 0, BAD_SLOT = 1, BAD_SPAN = 2, NO_MEMORY = 3, UNSUPPORTED = 4 };
+// A cause for each: native_attention.py has their words.
+enum Status : int { DONE = 0, BAD_SLOT = 1, BAD_SPAN = 2, NO_MEMORY = 3, BROKEN_GROUP = 4, BAD_REQUEST = 5, BAD_PLACES = 6 };
 
 #define VISIBLE __attribute__((visibility("default")))
 

@@ -163,7 +163,7 @@ void run(void *pointer) {
 extern "C" VISIBLE int kvtuner_store(const StoreJob *job, int threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
     for (int64_t i = 0; i < job->num_tokens; i++)
         if (job->slots[i] < 0 || job->slots[i] >= job->side.num_rows) return BAD_SLOT;
-    if (job->side.token_group > 1 && !has_whole_groups(*job)) return BAD_SPAN;
+    if (job->side.token_group > 1 && !has_whole_groups(*job)) return BROKEN_GROUP;
     const int64_t at_once = job->side.token_group > 1 ? job->side.token_group : TOKENS_OF_A_THREAD;
     const int64_t most = (job->num_tokens + at_once - 1) / at_once;
     if (most == 0) return DONE;

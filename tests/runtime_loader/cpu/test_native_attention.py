@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -238,9 +239,9 @@ def test_results_go_where_they_are_asked_for_in_the_dtype_of_the_queries(
     [
         ([0, 3], [0, 1, 10], "a token slot lies outside of the pool"),
         ([0, 3], [0, -1, 2], "a token slot lies outside of the pool"),
-        ([0, 4], [0, 1, 2], "bounds of requests"),
-        ([2, 1], [0, 1, 2], "bounds of requests"),
-        ([-1, 2], [0, 1, 2], "bounds of requests"),
+        ([0, 4], [0, 1, 2], "^the bounds of requests fall, or lie outside of their slots or queries$"),
+        ([2, 1], [0, 1, 2], "^the bounds of requests fall, or lie outside of their slots or queries$"),
+        ([-1, 2], [0, 1, 2], "^the bounds of requests fall, or lie outside of their slots or queries$"),
         ([0], [0], "1 requests need 2 bounds"),
     ],
 )
@@ -274,17 +275,23 @@ def ring_of(window: ExactWindow, num_requests: int) -> ExactRing:
     return ExactRing(*copies, torch.full(shape, EMPTY, dtype=torch.int32), window)
 
 
-def test_request_slots_outside_of_a_window_are_refused(
+OUTSIDE_OF_COPIES = "^the slot of a request lies outside of the copies of an exact window$"
+
+
+def test_request_slots_and_places_outside_of_a_window_are_refused(
     native: NativeAttention, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
     keys, values = (poisoned(row_format(2, 12, 16), 10, torch.bfloat16) for _ in range(2))
     ring, rows, q = ring_of(ExactWindow(5, 3), num_requests=4), torch.tensor([0, 1]), torch.zeros(1, 4, 12)
     for outside in (-1, 4):
         window = WindowReads(ring, torch.tensor([outside]))
-        with pytest.raises(CacheError, match="a token slot lies outside of the pool"):
+        with pytest.raises(CacheError, match=OUTSIDE_OF_COPIES):
             native.decode(q, keys, values, rows, torch.tensor([0]), ScoreScaling(0.1), window=window)
-        with pytest.raises(CacheError, match="a token slot lies outside of the pool"):
+        with pytest.raises(CacheError, match=OUTSIDE_OF_COPIES):
             native.store_copies(ring, NewTokens(window.requests, rows), q[:, :2], q[:, :2])
+    longer = replace(ring, window=ExactWindow(6, 3))
+    with pytest.raises(CacheError, match=r"^the places of an exact window are not those of its copies$"):
+        native.store_copies(longer, NewTokens(torch.tensor([0]), rows), q[:, :2], q[:, :2])
     others = poisoned(row_format(2, 40, 16), 10, torch.bfloat16)
     with pytest.raises(CacheError, match=r"copies of \[2, 12\] do not fit rows of \[2, 40\]"):
         native.decode(q, keys, others, rows, torch.tensor([0]), ScoreScaling(0.1), window=window)
