@@ -17,6 +17,7 @@ from kvtuner.pipeline.planning.window_cost import INDEXED, INDEXED_PAGE_SIZE, in
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
+from kvtuner.supported_models import has_indexes
 
 if TYPE_CHECKING:
     from kvtuner.pipeline.planning.capacity_plan import CapacityPlan
@@ -112,9 +113,10 @@ def search_sentences(plan: CapacityPlan) -> list[str]:
     cost = plan.search
     if cost is None:
         return []
+    scores = "logits, and scores of an index" if has_indexes(plan.shape.config) else "logits"
     memory = (
         f"Memory: {size_text(cost.memory_bytes)}, {size_text(cost.weights_bytes)} of weights and at most"
-        f" {size_text(cost.working_bytes)} of prompts' keys and values, results of shared first layers and logits,"
+        f" {size_text(cost.working_bytes)} of prompts' keys and values, results of shared first layers and {scores},"
         " besides activations"
     )
     if cost.memory_bytes > plan.server.memory_mib * MIB:

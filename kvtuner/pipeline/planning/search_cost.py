@@ -13,16 +13,18 @@ from kvtuner.calibration.model_loading import auto_class_of
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.pipeline.dry_run import dry_run_facts
 from kvtuner.pipeline.sources import corpus_source
+from kvtuner.supported_models import has_indexes
 
 if TYPE_CHECKING:
     from kvtuner.calibration.model_loading import ModelShape, ModelSource
+    from kvtuner.geometry import ConfigLike
     from kvtuner.pipeline.options import SearchOptions
     from kvtuner.pipeline.planning.gpus import Gpu
 
 USED_SHARE: Final = 0.3
 """The share of a GPU's rate for dense matrices that a search is taken to use."""
 OPERATIONS_PER_PARAMETER: Final = 2
-_LOGIT_BYTES: Final = 4
+_FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class SearchCost:
         hours: The hours on one GPU of the name asked for; None where no name tells its rate.
         weights_bytes: The bytes of the weights as they are loaded.
         working_bytes: The bytes of what a search keeps beside them, at most: prompts' keys and values, the results of
-            first layers that configurations share, and the float32 logits of the sequences in flight.
+            first layers that configurations share, and of the sequences in flight the float32 logits and what an index
+            selects by.
     """
 
     forward_tokens: int
@@ -64,11 +67,26 @@ def search_cost(
     seed = options.measurement.seed
     length = corpus_source(options.data, options.model, shape, seed=seed).sequence_length
     vocabulary = shape.config.get_text_config(decoder=True).vocab_size
-    logits = options.measurement.batch_size * length * vocabulary * _LOGIT_BYTES
+    batch_size = options.measurement.batch_size
+    logits = batch_size * length * vocabulary * _FLOAT_BYTES
+    scores = index_score_bytes(shape.config, batch_size, length)
     hours = None
     if gpu is not None:
         hours = OPERATIONS_PER_PARAMETER * parameters * tokens / (USED_SHARE * gpu.tflops * 1e12) / 3600
-    return SearchCost(tokens, parameters, hours, weights_bytes, PROMPT_BYTES + REUSE_BYTES + logits)
+    return SearchCost(tokens, parameters, hours, weights_bytes, PROMPT_BYTES + REUSE_BYTES + logits + scores)
+
+
+def index_score_bytes(config: ConfigLike, batch_size: int, length: int) -> int:
+    """The bytes in which an index of one layer selects for all queries of sequences that run together; 0 without one.
+
+    Transformers' code has float32 scores of each head for each query and token, twice while it scales and cuts them,
+    and beside the first of both a key of its own for each query, where several sequences run together.
+    """
+    if not has_indexes(config):
+        return 0
+    text = config.get_text_config(decoder=True)
+    heads, channels = int(text.index_n_heads), int(text.index_head_dim)
+    return batch_size * length**2 * max(2 * heads, heads + channels if batch_size > 1 else 0) * _FLOAT_BYTES
 
 
 def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
