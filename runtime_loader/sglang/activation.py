@@ -10,16 +10,10 @@ from kvtuner.errors import ServingError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.model_check import calibrated_positions
+from kvtuner.runtime_loader.sglang.compat.differences import answer_as_transformers, refuse_ordered_channels
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.lmcache import check_lmcache
-from kvtuner.runtime_loader.sglang.compat.model import (
-    answer_as_transformers,
-    has_index,
-    keeps_states,
-    model_config_of,
-    reading_both_ways,
-)
-from kvtuner.runtime_loader.sglang.compat.positions import refuse_ordered_channels
+from kvtuner.runtime_loader.sglang.compat.model import has_index, keeps_states, model_config_of, reading_both_ways
 from kvtuner.runtime_loader.sglang.compat.processes import (
     decide,
     on_ready,

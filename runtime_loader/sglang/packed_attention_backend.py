@@ -25,11 +25,11 @@ from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import (
 from kvtuner.runtime_loader.sglang.compat.model import chunk_of, reading_both_ways
 from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
 from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
-from kvtuner.runtime_loader.sglang.other_layers import OtherLayers
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunk, SharedChunks
+from kvtuner.runtime_loader.sglang.windows_and_chunks import WindowsAndChunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self._shared = SharedChunks({layer_id: number for layer_id, number in readers if layer_id in self._packed})
         self._first_layer = first_attention_layer(runner.model)
         self._both_ways = reading_both_ways(runner.model_config)
-        self._others = OtherLayers(self, chunk, owns_masks=self._both_ways == {"window"})
+        self._others = WindowsAndChunks(self, chunk, owns_masks=self._both_ways == {"window"})
         if "full" in self._both_ways:
             let_text_run_beside_images()
         with refusing():

@@ -34,11 +34,11 @@ window or more after it. By default the kernel reads all of a prefix that it get
 """
 
 
-class OtherLayers:
+class WindowsAndChunks:
     """The reads of layers with a window, or of chunks of `chunk` tokens, in one forward after the other.
 
-    Masks of images are cut by windows in their place where no other layer reads them. Where full layers do, as Gemma
-    3's, images are no longer than windows, and windows of SGLang's kernel cut what masks say.
+    With `owns_masks` no other layer reads masks of images, and windows cut them in their place. Where full layers do,
+    as Gemma 3's, images are no longer than windows, and windows of SGLang's kernel cut what masks say.
     """
 
     def __init__(self, backend: TritonAttnBackend, chunk: int | None, *, owns_masks: bool) -> None:

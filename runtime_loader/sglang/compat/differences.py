@@ -1,15 +1,26 @@
-"""Models whose windows, rotary positions or channels SGLang's code reads otherwise than transformers, refused by name.
+"""What SGLang's code of a model answers otherwise than transformers': put right by hooks, or refused by name.
 
-It knows configurations and options alone, no pools, and compares transformers' with the one that SGLang holds.
+Hooks put Llama 4's order of channels right, and what Gemma 4 reads of images; other windows, rotary positions, channels
+and images are refused. It knows configurations and options alone, no pools, and compares transformers' configuration
+with the one that SGLang holds.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError, UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import architecture_of
 from kvtuner.layer_ranges import write_layers
+from kvtuner.runtime_loader.sglang.process_state import process_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kvtuner.layer_geometry import CacheGeometry, KindName
 
 BASES: Final = {
     "Exaone4ForCausalLM": 1e6,
@@ -30,12 +41,77 @@ LLAMA_4: Final = "Llama4ForConditionalGeneration"
 """The architecture of which each fourth layer in SGLang's code reads all tokens, and has no rotary positions."""
 _LLAMA_4_ALONE: Final = "Llama4ForCausalLM"
 """The architecture of its decoder alone, whose channels SGLang rotates as if it had put them in another order."""
+GEMMA_4: Final = "Gemma4ForConditionalGeneration"
+"""The architecture whose full layers read images causally, in transformers' code."""
+TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
+"""The flag by which SGLang takes a model that reads images for one of text."""
 _ALSO: Final = "SGLang reads it so without a profile too"
 _OF_CHECKPOINTS: Final = (
     "auto", "bitsandbytes", "dummy", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
     "safetensors",
 )  # fmt: skip
 """The load formats by which SGLang reads the tensors of a checkpoint, in the checkpoint's order of channels."""
+
+
+def answer_as_transformers(model_config: Any) -> None:
+    """Let SGLang's code of a model do what transformers' does, where a profile is served. Called before it is loaded.
+
+    Of Llama 4 this is the order of channels, and of Gemma 4 what becomes of the padding of images, and whose tokens
+    read one another.
+    """
+    architecture = model_config.hf_config.architectures[0]
+    if architecture == LLAMA_4:
+        process_state().hook_once(architecture, _keep_order_of_channels)
+    if architecture == GEMMA_4 and model_config.is_multimodal:
+        process_state().hook_once(architecture, _read_images_as_transformers)
+
+
+def _keep_order_of_channels() -> None:
+    """Load queries and keys in the order of channels that checkpoints and profiles have.
+
+    SGLang puts pairs of channels that are rotated together half a head apart, and rotates such pairs; here neighbours
+    stay neighbours and are rotated.
+    """
+    # Imported here, as below, because refusals do without SGLang.
+    from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_named, install
+
+    def as_they_are(original: Callable[..., Any], self: Any, name: str, loaded_weight: Tensor) -> tuple[str, Tensor]:
+        return name, loaded_weight
+
+    def of_neighbours(*arguments: Any, **options: Any) -> Any:
+        return get_rope(*arguments, **{**options, "is_neox_style": False})
+
+    loading = f"sglang.srt.models.mllama4.{LLAMA_4}.permute_qk_weight_for_rotary"
+    install(loading, as_they_are, AROUND, "name", "loaded_weight")
+    llama_4: Any = importlib.import_module("sglang.srt.models.llama4")
+    check_named(f"{llama_4.__name__}.get_rope", "is_neox_style")
+    get_rope = llama_4.get_rope
+    # Of this module alone: SGLang's registry would hook the function in every module, and so rotate drafts as well.
+    llama_4.get_rope = of_neighbours
+
+
+def _read_images_as_transformers() -> None:
+    """Leave padding out of the features of an image, and its tokens causal where the configuration does.
+
+    SGLang adds the patches that pad an image to its first feature, and makes masks for all models of the kind.
+    """
+    from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, install
+
+    def without_padding(original: Callable[..., None], self: Any, config: Any, **_: Any) -> None:
+        original(self, config, mask_pad_before_pool=True)
+
+    def as_configured(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
+        if reads_in_windows_both_ways(self.config):
+            original(self, *arguments, **options)
+
+    pooler = "sglang.srt.models.gemma4_vision.Gemma4VisionPooler.__init__"
+    install(pooler, without_padding, AROUND, "config", "mask_pad_before_pool")
+    install(f"sglang.srt.models.gemma4_mm.{GEMMA_4}.prepare_attn_masks", as_configured, AROUND, "forward_batch")
+
+
+def reads_in_windows_both_ways(config: Any) -> bool:
+    """Whether the tokens of an image read one another in a Gemma 4, whose full layers are causal for all."""
+    return bool(config.get_text_config(decoder=True).use_bidirectional_attention == "vision")
 
 
 def refuse_ordered_channels(name: str, arguments: Any) -> None:
@@ -75,6 +151,33 @@ def refuse_other_positions(config: Any, served: Any) -> None:
         _refuse_other_base(text, served, name)
     if name in _BY_WORD:
         _refuse_other_pattern(text, name)
+
+
+def refuse_other_images(model_config: Any, geometry: CacheGeometry, both_ways: frozenset[KindName]) -> None:
+    """Refuse a Gemma whose images SGLang, or packed layers, read otherwise than transformers.
+
+    In layers of the kinds `both_ways` the tokens of an image read one another.
+    """
+    name, text = model_config.hf_config.architectures[0], model_config.hf_text_config
+    windows = [layer.kind.number or 0 for layer in geometry.layers if layer.kind.name == "window"]
+    if name == GEMMA_4 and text.hidden_size_per_layer_input and text.pad_token_id:
+        raise UnsupportedModelError(
+            f"SGLang's code for {GEMMA_4} gives features of images the layers' own inputs of token 0, and this model"
+            f" has {text.pad_token_id} for its pad_token_id; serve its text, with {TEXT_ALONE}"
+        )
+    if both_ways == {"window"} and not windows:
+        raise UnsupportedModelError(
+            f"no layer of {GEMMA_4} has a window in a context of {model_config.context_len} tokens, so that all would"
+            " read images causally, as its full layers do; serve a context that is longer than its windows, or its"
+            f" text, with {TEXT_ALONE}"
+        )
+    tokens = getattr(model_config.hf_config, "mm_tokens_per_image", 0)
+    if "full" in both_ways and windows and tokens > min(windows):
+        raise UnsupportedModelError(
+            f"an image of this {name} has {tokens} tokens, which read one another, and SGLang's windows of"
+            f" {min(windows)} tokens cut later ones off too, without a profile as well; serve its text,"
+            f" with {TEXT_ALONE}, or run it by KVTunerCache"
+        )
 
 
 def _refuse_other_turns(text: Any, name: str) -> None:

@@ -1,8 +1,7 @@
-"""SGLang's model configurations: which model, which kind of KV pool SGLang gives it, what of its code is put right."""
+"""SGLang's model configurations: which model, and which kind of KV pool SGLang gives it."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -17,30 +16,27 @@ from sglang.srt.configs.model_config import (
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.layer_ranges import write_layers
-from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_named, install
-from kvtuner.runtime_loader.sglang.compat.positions import LLAMA_4, refuse_other_positions
-from kvtuner.runtime_loader.sglang.process_state import process_state
+from kvtuner.runtime_loader.sglang.compat.differences import (
+    GEMMA_4,
+    LLAMA_4,
+    TEXT_ALONE,
+    reads_in_windows_both_ways,
+    refuse_other_images,
+    refuse_other_positions,
+)
 from kvtuner.supported_models import layer_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
     from kvtuner.layer_geometry import CacheGeometry, KindName
 
 __all__ = [
-    "answer_as_transformers", "chunk_of", "configuration_of", "has_attention_sinks", "has_index", "keeps_states",
-    "model_config_of", "reading_both_ways", "refuse_other_pools",
+    "chunk_of", "configuration_of", "has_attention_sinks", "has_index", "keeps_states", "model_config_of",
+    "reading_both_ways", "refuse_other_pools",
 ]  # fmt: skip
 
-TEXT_ALONE: Final = """--json-model-override-args '{"language_model_only": true}'"""
-"""The flag by which SGLang takes a model that reads images for one of text."""
-_GEMMA_4: Final = "Gemma4ForConditionalGeneration"
-"""The architecture whose full layers read images causally, in transformers' code."""
 WITH_IMAGES: Final = (
     "Gemma3ForConditionalGeneration",
-    _GEMMA_4,
+    GEMMA_4,
     "KimiK25ForConditionalGeneration",
     LLAMA_4,
     "Mistral3ForConditionalGeneration",
@@ -89,59 +85,6 @@ def chunk_of(model_config: Any) -> int | None:
     return int(text.attention_chunk_size) if "chunked_attention" in layer_kinds(text) else None
 
 
-def answer_as_transformers(model_config: Any) -> None:
-    """Let SGLang's code of a model do what transformers' does, where a profile is served. Called before it is loaded.
-
-    Of Llama 4 this is the order of channels, and of Gemma 4 what becomes of the padding of images, and whose tokens
-    read one another.
-    """
-    architecture = model_config.hf_config.architectures[0]
-    if architecture == LLAMA_4:
-        process_state().hook_once(architecture, _keep_order_of_channels)
-    if architecture == _GEMMA_4 and model_config.is_multimodal:
-        process_state().hook_once(architecture, _read_images_as_transformers)
-
-
-def _keep_order_of_channels() -> None:
-    """Load queries and keys in the order of channels that checkpoints and profiles have.
-
-    SGLang puts pairs of channels that are rotated together half a head apart, and rotates such pairs; here neighbours
-    stay neighbours and are rotated.
-    """
-
-    def as_they_are(original: Callable[..., Any], self: Any, name: str, loaded_weight: Tensor) -> tuple[str, Tensor]:
-        return name, loaded_weight
-
-    def of_neighbours(*arguments: Any, **options: Any) -> Any:
-        return get_rope(*arguments, **{**options, "is_neox_style": False})
-
-    loading = f"sglang.srt.models.mllama4.{LLAMA_4}.permute_qk_weight_for_rotary"
-    install(loading, as_they_are, AROUND, "name", "loaded_weight")
-    llama_4: Any = importlib.import_module("sglang.srt.models.llama4")
-    check_named(f"{llama_4.__name__}.get_rope", "is_neox_style")
-    get_rope = llama_4.get_rope
-    # Of this module alone: SGLang's registry would hook the function in every module, and so rotate drafts as well.
-    llama_4.get_rope = of_neighbours
-
-
-def _read_images_as_transformers() -> None:
-    """Leave padding out of the features of an image, and its tokens causal where the configuration does.
-
-    SGLang adds the patches that pad an image to its first feature, and makes masks for all models of the kind.
-    """
-
-    def without_padding(original: Callable[..., None], self: Any, config: Any, **_: Any) -> None:
-        original(self, config, mask_pad_before_pool=True)
-
-    def as_configured(original: Callable[..., None], self: Any, *arguments: Any, **options: Any) -> None:
-        if _reads_in_windows_both_ways(self.config):
-            original(self, *arguments, **options)
-
-    pooler = "sglang.srt.models.gemma4_vision.Gemma4VisionPooler.__init__"
-    install(pooler, without_padding, AROUND, "config", "mask_pad_before_pool")
-    install(f"sglang.srt.models.gemma4_mm.{_GEMMA_4}.prepare_attn_masks", as_configured, AROUND, "forward_batch")
-
-
 def keeps_states(model_config: Any) -> bool:
     """Whether some layers of a model keep a state of each request, of linear attention, convolutions or the like."""
     return mambaish_config(model_config) is not None
@@ -177,7 +120,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
             f" serve its text, with {TEXT_ALONE}, or serve it without a profile"
         )
     if model_config.is_multimodal:
-        _refuse_other_images(model_config, geometry)
+        refuse_other_images(model_config, geometry, reading_both_ways(model_config))
     _refuse_other_states(model_config, geometry)
     readers = geometry.readers
     windows = [layer for layer in readers if geometry.layers[geometry.owner_of(layer)].kind.name == "window"]
@@ -227,31 +170,6 @@ def _refuse_other_index(model_config: Any, geometry: CacheGeometry) -> None:
         )
 
 
-def _refuse_other_images(model_config: Any, geometry: CacheGeometry) -> None:
-    """Refuse a Gemma whose images SGLang, or packed layers, read otherwise than transformers."""
-    name, text = model_config.hf_config.architectures[0], model_config.hf_text_config
-    windows = [layer.kind.number or 0 for layer in geometry.layers if layer.kind.name == "window"]
-    if name == _GEMMA_4 and text.hidden_size_per_layer_input and text.pad_token_id:
-        raise UnsupportedModelError(
-            f"SGLang's code for {_GEMMA_4} gives features of images the layers' own inputs of token 0, and this model"
-            f" has {text.pad_token_id} for its pad_token_id; serve its text, with {TEXT_ALONE}"
-        )
-    both_ways = reading_both_ways(model_config)
-    if both_ways == {"window"} and not windows:
-        raise UnsupportedModelError(
-            f"no layer of {_GEMMA_4} has a window in a context of {model_config.context_len} tokens, so that all would"
-            " read images causally, as its full layers do; serve a context that is longer than its windows, or its"
-            f" text, with {TEXT_ALONE}"
-        )
-    tokens = getattr(model_config.hf_config, "mm_tokens_per_image", 0)
-    if "full" in both_ways and windows and tokens > min(windows):
-        raise UnsupportedModelError(
-            f"an image of this {name} has {tokens} tokens, which read one another, and SGLang's windows of"
-            f" {min(windows)} tokens cut later ones off too, without a profile as well; serve its text,"
-            f" with {TEXT_ALONE}, or run it by KVTunerCache"
-        )
-
-
 def _refuse_other_states(model_config: Any, geometry: CacheGeometry) -> None:
     """Refuse a model whose layers with keys, beside those that keep a state, are others in SGLang."""
     name, beside = model_config.hf_config.architectures[0], mambaish_config(model_config)
@@ -291,14 +209,9 @@ def reading_both_ways(model_config: Any) -> frozenset[KindName]:
     name = model_config.hf_config.architectures[0]
     if not model_config.is_multimodal or not hasattr(_class_of(name), "prepare_attn_masks"):
         return frozenset()
-    if name != _GEMMA_4:
+    if name != GEMMA_4:
         return frozenset({"full", "window"})
-    return frozenset({"window"} if _reads_in_windows_both_ways(model_config.hf_config) else ())
-
-
-def _reads_in_windows_both_ways(config: Any) -> bool:
-    """Whether the tokens of an image read one another in a Gemma 4, whose full layers are causal for all."""
-    return bool(config.get_text_config(decoder=True).use_bidirectional_attention == "vision")
+    return frozenset({"window"} if reads_in_windows_both_ways(model_config.hf_config) else ())
 
 
 def _class_of(architecture: str) -> type:

@@ -26,7 +26,7 @@ ROTATING = """
 from types import SimpleNamespace
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.models import llama, llama4
-from kvtuner.runtime_loader.sglang.compat.model import answer_as_transformers
+from kvtuner.runtime_loader.sglang.compat.differences import answer_as_transformers
 
 stock = llama.get_rope
 assert llama4.get_rope is factory.get_rope is stock

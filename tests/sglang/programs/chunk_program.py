@@ -5,8 +5,8 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache import kv_index_translator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from kvtuner.runtime_loader.sglang.other_layers import OtherLayers
 from kvtuner.runtime_loader.sglang.packed_attention_backend import PackedAttnBackend
+from kvtuner.runtime_loader.sglang.windows_and_chunks import WindowsAndChunks
 
 SIZE, REQUESTS, LONGEST = 24, 5, 80
 
@@ -15,7 +15,7 @@ table = torch.randperm(REQUESTS * LONGEST, generator=torch.Generator().manual_se
 pool = SWAKVPool.__new__(SWAKVPool)
 pool.full_to_swa_index_mapping = torch.arange(REQUESTS * LONGEST) * 2 + 1
 backend = PackedAttnBackend.__new__(PackedAttnBackend)
-backend._others, backend.token_to_kv_pool = OtherLayers(backend, SIZE, owns_masks=False), pool
+backend._others, backend.token_to_kv_pool = WindowsAndChunks(backend, SIZE, owns_masks=False), pool
 backend.kv_index_translator = kv_index_translator.KVIndexTranslator(
     req_to_token=table, token_to_kv_pool_allocator=None, token_to_kv_pool=pool, page_size=1, device="cpu"
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang import scheduler
 from kvtuner.runtime_loader.sglang.compat import disaggregation
-from kvtuner.runtime_loader.sglang.compat.model import answer_as_transformers
+from kvtuner.runtime_loader.sglang.compat.differences import answer_as_transformers
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 
 if TYPE_CHECKING:

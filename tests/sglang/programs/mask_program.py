@@ -7,7 +7,7 @@ import torch
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
 from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds
-from kvtuner.runtime_loader.sglang.other_layers import OtherLayers
+from kvtuner.runtime_loader.sglang.windows_and_chunks import WindowsAndChunks
 
 Requests = list[tuple[int, int, range]]
 WINDOW, CHANNELS, SLOTS = 5, 16, 60
@@ -44,7 +44,7 @@ def compare(requests: Requests, *, owns_masks: bool) -> None:
     mask = torch.tensor(seen)
     starts = bounds_of([length * (prefix + length) for prefix, length, _ in requests])
     backend: Any = None  # whose slots are those of windows
-    layers = OtherLayers(backend, chunk=None, owns_masks=owns_masks)
+    layers = WindowsAndChunks(backend, chunk=None, owns_masks=owns_masks)
     layers.begin(SimpleNamespace(extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths))
     given = ExtendBounds(bounds_of(lengths), bounds_of(near), slots, max(lengths), ChunkMask(mask, starts))
     for _ in range(2):  # layers

@@ -9,7 +9,7 @@ import pytest
 from transformers import Exaone4Config, Llama4Config, Olmo3Config, Qwen3NextConfig
 
 from kvtuner.errors import ServingError, UnsupportedModelError
-from kvtuner.runtime_loader.sglang.compat.positions import refuse_ordered_channels, refuse_other_positions
+from kvtuner.runtime_loader.sglang.compat.differences import refuse_ordered_channels, refuse_other_positions
 
 W, C, F = "sliding_attention", "chunked_attention", "full_attention"
 TURNS = {"layer_types": [C, C, C, F] * 2}
