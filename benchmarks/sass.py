@@ -3,7 +3,7 @@
     python benchmarks/sass.py --arch 90
     python benchmarks/sass.py --arch 80 89 90 100 --json
     python benchmarks/sass.py --rows
-    python benchmarks/sass.py --latents --gqa 16
+    python benchmarks/sass.py --latents --gqa 16 --tokens 64 --warps 4 --stages 2
 
 No GPU is needed: Triton compiles for any, and its own cuobjdump disassembles. The limit beside each row is what an H200
 can issue while its memory delivers the elements (132 SMs, 4 instructions a cycle, 32 lanes, 1.755 GHz, 4.3 TB/s): a
@@ -11,7 +11,8 @@ kernel above it is bound by instructions, not by memory. The baseline dequantize
 same rows, launched as SGLang launches its own kernel and as ours is. With --rows the kernels that write and read rows
 are counted, whole, beside what memory would let them have of a bf16 tensor that is read, or written. With --latents the
 kernel that reads latents of 512 channels beside 64 rotary ones is counted, for a channel that is read once as key and
-as value, beside twice what a channel takes of the kernel of keys and values for as many query heads.
+as value, beside twice what a channel takes of the kernel of keys and values for as many query heads; of the settings of
+its launch, those that are given take the place of a server's.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ LATENT_COLUMNS: Final = {
     "one of keys and one of values": "{as_key_and_as_value:.2f}", "registers": "{registers}", "buffers": "{buffers}",
     "spills": "{loop_spills}", "with a window": "{windowed_per_element:.2f}", "its spills": "{windowed_loop_spills}",
 }  # fmt: skip
+LATENT_SETTINGS: Final = ("tokens", "warps", "stages")
 LATENT_CHANNELS: Final = 512
 ROTARY_CHANNELS: Final = 64
 """The channels of a latent and beside it, as DeepSeek, Kimi and GLM have them."""
@@ -122,17 +124,10 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
     if name.endswith(("pages_ptr", "spans_ptr", "device_ptr", "host_ptr")):
         return "*i64"
     kinds = {
-        "slots_ptr": "*i64",
-        "request_slots_ptr": "*i64",
-        "positions_ptr": "*i32",
-        "mask_ptr": "*u8",
-        "mask_starts_ptr": "*i64",
-        "q_ptr": "*bf16",
-        "k_ptr": "*bf16",
-        "v_ptr": "*bf16",
-        "out_ptr": "*bf16",
-    }
-    kinds |= {"keys_ptr": "*bf16", "values_ptr": "*bf16", "rotary_q_ptr": "*bf16", "rotary_ptr": "*bf16"}
+        "slots_ptr": "*i64", "request_slots_ptr": "*i64", "positions_ptr": "*i32", "mask_ptr": "*u8",
+        "mask_starts_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16",
+        "keys_ptr": "*bf16", "values_ptr": "*bf16", "rotary_q_ptr": "*bf16", "rotary_ptr": "*bf16",
+    }  # fmt: skip
     return kinds.get(name, "*fp32")
 
 
@@ -232,7 +227,8 @@ def latent_kernels(args: argparse.Namespace) -> list[Count]:
     for arch, bits in itertools.product(args.arch, PACKED_BITS):
         group_size = max(128, LATENT_CHANNELS // num_slots(bits))
         shape = HeadShape("", 1, args.gqa, LATENT_CHANNELS, group_size)
-        latents, settings = side_of(shape, bits), latent_launch(f"sm_{arch}", bits)
+        given = {name: getattr(args, name) for name in LATENT_SETTINGS if getattr(args, name) is not None}
+        latents, settings = side_of(shape, bits), replace(latent_launch(f"sm_{arch}", bits), **given)
         facts = {**latent_facts(latents, rotary, args.gqa, settings), **PLAIN}
         kernel, windowed = (
             compiled(decode_latents, {**facts, **options}, arch, **settings.options) for options in ({}, UNDER_A_WINDOW)
@@ -323,10 +319,14 @@ def main() -> None:
     parser.add_argument("--without-baseline", action="store_true")
     parser.add_argument("--rows", action="store_true", help="count the kernels that write and read rows instead")
     parser.add_argument("--latents", action="store_true", help="count the kernel of latents for --gqa query heads")
+    for name in LATENT_SETTINGS:
+        parser.add_argument(f"--{name}", type=int, help=f"{name} of the kernel of latents, 16 tokens a warp or more")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
+    if not args.latents and any(getattr(args, name) is not None for name in LATENT_SETTINGS):
+        parser.error("--tokens, --warps and --stages are settings of the kernel of latents; add --latents")
     if args.rows:
         shapes = [
             replace(LLAMA, head_dim=args.head_dim, group_size=args.group_size, word_bits=words)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.decode import group_weights, loaded_slots
 from kvtuner.runtime_loader.kernels.keys.scores_of_keys import row_offsets, scores_of_codes
 from kvtuner.runtime_loader.kernels.queries import (
     have_copies,
@@ -50,26 +49,46 @@ def _of_lanes(sums):
 
 
 @triton.jit
+def _slots_of_block(slots_ptr, tokens, last):
+    """The slots of a block of tokens, [TOKENS]; past the end that of the last token, so that every row read is one."""
+    # Clamped places need no mask, nor do rows and words at these slots. Offsets of 32 bits without a sign, and the
+    # lower half of a slot, save most of what an address takes.
+    SIZE: tl.constexpr = slots_ptr.dtype.element_ty.primitive_bitwidth // 8  # bytes of a slot
+    offsets = tl.minimum(SIZE * tokens, SIZE * (last - 1)).to(tl.uint32)  # [TOKENS]
+    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets.to(tl.int64)  # [TOKENS]
+    # As another type first: what is carried over as it was loaded, Triton loads a block earlier, and the registers that
+    # hold it all the while are missing elsewhere.
+    return tl.load(bytes_ptr.to(tl.pointer_type(tl.float32), bitcast=True)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def _words_of_block(
-    words_ptr, slots, tokens, last, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    words_ptr, slots, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     WORD: tl.constexpr,
 ):  # fmt: skip
     """The scale words of a block of tokens, [TOKENS, 1] each."""
     words = ()
     if BITS != 16:
-        words = loaded_words(words_ptr, slots, tokens < last, 0, 1, 1, WIDE, ROW, BITS, GROUPS, WORD)
+        all_tokens = tl.full(slots.shape, True, tl.int1)  # [TOKENS]
+        words = loaded_words(words_ptr, slots, all_tokens, 0, 1, 1, WIDE, ROW, BITS, GROUPS, WORD)
     return words
 
 
 @triton.jit
-def _shrunk_offset_sum(
-    group, scaled_weights, weights, grids, inverse, sums, shrink, WARPS: tl.constexpr, WORD: tl.constexpr
-):  # fmt: skip
+def _group_weights(group, scaled_weights, unscaled, grids, GROUPS: tl.constexpr):
+    """The weights of a group's codes, [TOKENS, TILE], of those that have the largest scale and those that have none."""
+    if GROUPS > 1:
+        scaled_weights = unscaled * grids[group][0]  # [TOKENS, TILE]
+    return scaled_weights
+
+
+@triton.jit
+def _shrunk_offset_sum(group, unscaled, weights, grids, sums, shrink, WARPS: tl.constexpr, WORD: tl.constexpr):
     """The sums of weights times offsets of a group, [WARPS, 8, TILE], with those of a block."""
     if WORD == 16:  # zero points are counted in steps, as codes are
         products = weights[group] * grids[group][1]  # [TOKENS, TILE]
     else:
-        products = scaled_weights * (inverse * grids[group][1])  # [TOKENS, TILE]
+        products = unscaled * grids[group][1]  # [TOKENS, TILE]
     return sums[group] * shrink[None, None, :] + _sum_in_lanes(products, WARPS)
 
 
@@ -88,10 +107,11 @@ def _shrunk_value_sum(
     shrink = tl.broadcast_to(shrink[:, None], acc[slot].shape)  # [TILE, UNITS]
     added = tl.zeros(shrink.shape, tl.float32)  # [TILE, UNITS]
     if BITS == 16:
-        added = tl.dot(weights[0], units, added, input_precision="ieee")
+        added = tl.dot(_rounded_rows(0, weights, units, BITS), units, added, input_precision="ieee")
     else:
         codes = codes_of(slot, units, thirds, BITS, ASM)  # [TOKENS, UNITS]
-        added = tl.dot(weights[slot // (slots_of(BITS) // GROUPS)], codes, added)
+        rounded = _rounded_rows(slot // (slots_of(BITS) // GROUPS), weights, units, BITS)  # [TILE, TOKENS]
+        added = tl.dot(rounded, codes, added)
     return tl.fma(acc[slot], shrink, added)
 
 
@@ -155,13 +175,13 @@ def decode_latents(
     slots_ptr += begin
     # A block's slots and words are carried over from the blocks before: rows alone take stages of the pipeline.
     tokens = first + tl.arange(0, TOKENS)  # [TOKENS]
-    next_slots = loaded_slots(slots_ptr, tokens, last)  # [TOKENS]
-    next_words = _words_of_block(words_ptr, next_slots, tokens, last, WIDE, ROW, BITS, GROUPS, WORD)
+    next_slots = _slots_of_block(slots_ptr, tokens, last)  # [TOKENS]
+    next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD)
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
         slots = next_slots
-        next_slots = loaded_slots(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = _slots_of_block(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
         grids = ()
         if BITS != 16:
             grids = grids_of_words(next_words, 0, 1, 1, WIDE, BITS, GROUPS, WORD, ASM)  # pairs of [TOKENS, 1]
@@ -169,11 +189,10 @@ def decode_latents(
         rows = row_offsets(slots[:, None], ROW, [TOKENS, UNITS])  # [TOKENS, UNITS]
         row_ptrs = rows_ptr + unit[None, :] + rows  # [TOKENS, UNITS]
         rotary_ptrs = rotary_ptr + channel[None, :] + row_offsets(slots[:, None], ROTARY_ROW, [TOKENS, ROTARY_PADDED])
-        mask_rotary = mask_tokens[:, None] & mask_channels[None, :]  # [TOKENS, ROTARY_PADDED]
-        rotary = tl.load(rotary_ptrs, mask=mask_rotary, other=0.0)  # [TOKENS, ROTARY_PADDED]
+        rotary = tl.load(rotary_ptrs, mask=mask_channels[None, :], other=0.0)  # [TOKENS, ROTARY_PADDED]
         thirds = ()
         if BITS == 16:
-            units = tl.load(row_ptrs, mask=mask_tokens[:, None] & mask_units[None, :], other=0.0)  # [TOKENS, UNITS]
+            units = tl.load(row_ptrs, mask=mask_units[None, :], other=0.0)  # [TOKENS, UNITS]
             products = tl.dot(units.to(q[0].dtype), q[0], input_precision="ieee")  # [TOKENS, TILE]
         else:
             units = tl.load(row_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, UNITS]
@@ -198,20 +217,19 @@ def decode_latents(
         shrink = tl.exp2(top - new_top)  # [TILE]
         top = new_top
         scaled_weights = tl.exp2(scores - top[None, :])  # [TOKENS, TILE]: weights times the largest scale, at most 1
-        total = total * shrink[None, None, :] + _sum_in_lanes(scaled_weights * inverse, WARPS)
+        unscaled = scaled_weights * inverse  # [TOKENS, TILE]
+        total = total * shrink[None, None, :] + _sum_in_lanes(unscaled, WARPS)
         weights = (scaled_weights,)
         if BITS != 16:
-            weights = for_each(group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TOKENS, TILE] each
+            weights = for_each(_group_weights, GROUPS, (scaled_weights, unscaled, grids, GROUPS))  # [TOKENS, TILE] each
             offset_sums = for_each(
-                _shrunk_offset_sum, GROUPS,
-                (scaled_weights, weights, grids, inverse, offset_sums, shrink, WARPS, WORD),
-            )  # fmt: skip
-        rounded = for_each(_rounded_rows, GROUPS, (weights, units, BITS))
+                _shrunk_offset_sum, GROUPS, (unscaled, weights, grids, offset_sums, shrink, WARPS, WORD)
+            )
         # Always: Triton gives products in one block of code the same warps, which those of keys have along tokens and
         # those of values along units.
         if start < last:
-            acc = for_each(_shrunk_value_sum, SLOTS, (rounded, units, thirds, acc, shrink, BITS, GROUPS, ASM))
-        next_words = _words_of_block(words_ptr, next_slots, tokens + TOKENS, last, WIDE, ROW, BITS, GROUPS, WORD)
+            acc = for_each(_shrunk_value_sum, SLOTS, (weights, units, thirds, acc, shrink, BITS, GROUPS, ASM))
+        next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD)
     total = _of_lanes(total)  # [TILE]
     out = partial_ptr + place[:, None] * DIM + unit[None, :]  # [TILE, UNITS]
     for slot in tl.static_range(SLOTS):

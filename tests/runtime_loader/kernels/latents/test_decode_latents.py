@@ -144,3 +144,9 @@ def test_capped_scores_and_sinks(spec: QuantSpec | None, dtype: torch.dtype) -> 
     assert_agrees(layer, 4, cap=5.0)
     assert_agrees(layer, 4, cap=5.0, has_sinks=True)
     assert_agrees(layer, 4, has_sinks=True)
+
+
+def test_slots_of_32_bits_are_read_as_those_of_64() -> None:
+    layer = Layer(64, 16, spec_of(4, 64), torch.float32)
+    layer.slots = layer.slots.int()
+    assert_agrees(layer, 3)

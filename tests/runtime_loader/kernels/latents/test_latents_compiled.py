@@ -16,6 +16,8 @@ from kvtuner.precision import PACKED_BITS
 from kvtuner.runtime_loader.kernels.latents.launch_latents import latent_launch
 
 ROOT = Path(__file__).resolve().parents[4]
+# Lane instructions that a channel takes by width, those of docs/kernels.md rounded up.
+MOST = {2: 4.0, 3: 4.4, 4: 4.4, 8: 4.2}
 
 
 def counted(*flags: str) -> list[dict[str, Any]]:
@@ -31,17 +33,25 @@ def counted(*flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["90", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("80", "89", "120"))])
-def test_a_channel_takes_no_more_than_one_of_keys_and_one_of_values_but_a_tenth(arch: str) -> None:
+def test_a_channel_takes_no_more_than_one_of_keys_and_one_of_values(arch: str) -> None:
     rows = counted("--gqa", "16", "--latents", "--arch", arch)
     assert [row["bits"] for row in rows] == list(PACKED_BITS)
     for row in rows:
-        most = 1.105 if row["bits"] == 4 else 1.02
-        assert row["lane_instructions_per_element"] <= most * row["as_key_and_as_value"]
-        assert row["windowed_per_element"] <= 1.12 * row["lane_instructions_per_element"], row
+        assert row["lane_instructions_per_element"] <= min(row["as_key_and_as_value"], MOST[row["bits"]]), row
+        assert row["windowed_per_element"] <= 1.1 * row["lane_instructions_per_element"], row
         assert row["buffers"] >= (2 if row["bits"] < 8 or arch in ("80", "90") else 1), row
-        assert row["loop_spills"] <= (20 if row["bits"] < 8 else 110), row
-        assert row["windowed_loop_spills"] <= (90 if row["bits"] < 8 else 110), row
+        is_wide = row["bits"] == 8 and arch == "90"
+        assert row["loop_spills"] <= (90 if is_wide else 0), row
+        assert row["windowed_loop_spills"] <= (95 if is_wide else 35), row
         assert row["int_to_float"] == 0, row
+
+
+@pytest.mark.slow
+def test_settings_of_a_launch_can_be_given_to_count_others() -> None:
+    rows = counted("--gqa", "16", "--latents", "--tokens", "64", "--warps", "4", "--stages", "2")
+    settings = [[row["launch_row"][name] for name in ("tokens", "warps", "stages")] for row in rows]
+    assert settings == [[64, 4, 2]] * 4
+    assert [row["buffers"] for row in rows] == [1] * 4
 
 
 @pytest.mark.full
