@@ -63,7 +63,7 @@ def install_hooks(*, packed: bool, indexed: bool, tiers: bool, transfers: bool, 
         on_capacity(
             RankBytes(_bytes_per_token, _bytes_per_request, _workspace_bytes, _most_requests), announce_capacity
         )
-        (_hook_sparse_backend if indexed else _hook_backend)()
+        (hook_sparse_backend if indexed else hook_backend)()
         on_beam_search(_refusal_of_beams)
     if transfers:
         install_transfers(lambda: f"{_served()} {process_state().active_rank().dtype}")
@@ -86,7 +86,8 @@ def install_hooks(*, packed: bool, indexed: bool, tiers: bool, transfers: bool, 
     tier.install()
 
 
-def _hook_backend() -> None:
+def hook_backend() -> None:
+    """Hook the attention of layers that read all of what they cache."""
     # Imported here because SGLang's own device pool is read by whichever backend the user likes.
     from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import on_triton_backend
     from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
@@ -94,7 +95,8 @@ def _hook_backend() -> None:
     on_triton_backend(make_backend)
 
 
-def _hook_sparse_backend() -> None:
+def hook_sparse_backend() -> None:
+    """Hook the attention of layers of which an index selects what is read."""
     from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import on_sparse_backend
     from kvtuner.runtime_loader.sglang.indexed_attention_backend import make_indexed_backend
 

@@ -56,6 +56,13 @@ HOOKED = [
     f"{SRT}.models.llama4.get_rope",
     f"{SRT}.models.gemma4_vision.Gemma4VisionPooler.__init__",
     f"{SRT}.models.gemma4_mm.Gemma4ForConditionalGeneration.prepare_attn_masks",
+    f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_dsa_kv_pool",
+    f"{SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+    f"{SRT}.layers.attention.dsa_backend.DeepseekSparseAttnBackend.forward_decode",
+    f"{SRT}.layers.attention.dsa_backend.DeepseekSparseAttnBackend.forward_extend",
+    f"{SRT}.layers.attention.dsa_backend.DeepseekSparseAttnBackend.get_topk_transform_method",
+    f"{SRT}.layers.attention.dsa_backend.DeepseekSparseAttnBackend._pad_topk_indices",
+    f"{SRT}.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_flashmla_sparse",
 ]
 
 
@@ -78,7 +85,8 @@ def install() -> None:
     disaggregation.get_disagg = lambda: role
     on_scheduler(lambda _: None, lambda _: {})
     on_ready(lambda _: None)
-    scheduler.install_hooks(packed=True, tiers=True, transfers=True, lmcache=True)
+    scheduler.install_hooks(packed=True, indexed=False, tiers=True, transfers=True, lmcache=True)
+    scheduler.hook_sparse_backend()
     for name in ("Llama4ForConditionalGeneration", "Gemma4ForConditionalGeneration"):
         config = SimpleNamespace(architectures=[name])
         answer_as_transformers(SimpleNamespace(hf_config=config, is_multimodal=True))

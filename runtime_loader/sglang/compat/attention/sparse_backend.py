@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import TopkTransformMethod
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, transform_index_page_table_decode
 
-from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.attention.backend_registry import build_by
 from kvtuner.runtime_loader.sglang.compat.hooks import check_leading, check_named
 from kvtuner.runtime_loader.sglang.options.option_rules import INDEX_BACKEND
 
@@ -31,20 +30,7 @@ def on_sparse_backend(make: Callable[[Any], Any | None]) -> None:
     check_leading(f"{_BACKEND}.get_topk_transform_method", "self", "forward_mode")
     check_leading(f"{_BACKEND}._pad_topk_indices", "self", "topk_indices", "num_tokens")
     check_named(f"{_BACKEND}._forward_flashmla_sparse", *_SPARSE)
-    stock = attention_registry.ATTENTION_BACKENDS.get(INDEX_BACKEND)
-    if stock is None:
-        raise ServingError(
-            f"this SGLang has no attention backend {INDEX_BACKEND}; install a version that kvtuner is tested with"
-        )
-    if getattr(stock, "is_kvtuner", False):
-        return
-
-    def create(runner: Any) -> Any:
-        backend = make(runner)
-        return stock(runner) if backend is None else backend
-
-    create.is_kvtuner = True  # type: ignore[attr-defined]
-    attention_registry.ATTENTION_BACKENDS[INDEX_BACKEND] = create
+    build_by(INDEX_BACKEND, make)
 
 
 def slots_of_decode(backend: DeepseekSparseAttnBackend, topk_indices: Tensor, num_queries: int) -> Tensor:

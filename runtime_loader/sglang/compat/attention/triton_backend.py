@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.attention.backend_registry import build_by
 from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, check_named, install
 from kvtuner.runtime_loader.sglang.options.option_rules import METADATA_BACKEND
 from kvtuner.runtime_loader.sglang.process_state import process_state, refusing
@@ -62,7 +62,6 @@ _SERVED = {
 
 def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built."""
-    name = METADATA_BACKEND
     check_leading(f"{_BACKEND}._forward_extend_kernel", "self", "layer")
     check_leading(f"{_BACKEND}._set_kv_buffer", "self", "forward_batch", "layer", "loc_info", "k", "v")
     for method in ("forward_decode", "forward_extend"):
@@ -74,18 +73,7 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     check_leading(f"{_BACKEND}._update_decode_kv_buffers", "self", "plan", "bs", "seq_lens", "req_pool_indices")
     check_leading(_SLOTS, "self", "plan")
     check_named(_SLOTS, *_READ_STREAM)
-    stock = attention_registry.ATTENTION_BACKENDS.get(name)
-    if stock is None:
-        raise ServingError("this SGLang has no attention backend triton; install a version that kvtuner is tested with")
-    if getattr(stock, "is_kvtuner", False):
-        return
-
-    def create(runner: Any) -> Any:
-        backend = make(runner)
-        return stock(runner) if backend is None else backend
-
-    create.is_kvtuner = True  # type: ignore[attr-defined]
-    attention_registry.ATTENTION_BACKENDS[name] = create
+    build_by(METADATA_BACKEND, make)
 
 
 def read_by_chunks(runner: Any, chunks: Mapping[int, int]) -> None:
