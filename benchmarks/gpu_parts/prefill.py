@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpu_parts.machine import Machine
     from gpu_parts.pools import Layer
     from gpu_parts.speed import Row
-    from kvtuner.runtime_loader.sglang.flash_prefill import FlashAttention
+    from kvtuner.runtime_loader.sglang.attention.flash_prefill import FlashAttention
 
     Run = Callable[[], Tensor]
 
@@ -118,7 +118,7 @@ def attention_runs(
     out = torch.empty_like(q)
 
     def one_buffer() -> Run:
-        from kvtuner.runtime_loader.sglang.flash_prefill import FlashPrefill
+        from kvtuner.runtime_loader.sglang.attention.flash_prefill import FlashPrefill
 
         prefill = FlashPrefill(flash_of(machine, q.shape[-1]), attention)
 

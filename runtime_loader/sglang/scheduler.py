@@ -89,16 +89,16 @@ def install_hooks(*, packed: bool, indexed: bool, tiers: bool, transfers: bool, 
 def hook_backend() -> None:
     """Hook the attention of layers that read all of what they cache."""
     # Imported here because SGLang's own device pool is read by whichever backend the user likes.
+    from kvtuner.runtime_loader.sglang.attention.packed_attention_backend import make_backend
     from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import on_triton_backend
-    from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
     on_triton_backend(make_backend)
 
 
 def hook_sparse_backend() -> None:
     """Hook the attention of layers of which an index selects what is read."""
+    from kvtuner.runtime_loader.sglang.attention.indexed_attention_backend import make_indexed_backend
     from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import on_sparse_backend
-    from kvtuner.runtime_loader.sglang.indexed_attention_backend import make_indexed_backend
 
     on_sparse_backend(make_indexed_backend)
 

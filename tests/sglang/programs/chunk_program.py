@@ -5,8 +5,8 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache import kv_index_translator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from kvtuner.runtime_loader.sglang.packed_attention_backend import PackedAttnBackend
-from kvtuner.runtime_loader.sglang.windows_and_chunks import WindowsAndChunks
+from kvtuner.runtime_loader.sglang.attention.packed_attention_backend import PackedAttnBackend
+from kvtuner.runtime_loader.sglang.attention.windows_and_chunks import WindowsAndChunks
 
 SIZE, REQUESTS, LONGEST = 24, 5, 80
 

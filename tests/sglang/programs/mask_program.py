@@ -7,7 +7,7 @@ import torch
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
 from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds
-from kvtuner.runtime_loader.sglang.windows_and_chunks import WindowsAndChunks
+from kvtuner.runtime_loader.sglang.attention.windows_and_chunks import WindowsAndChunks
 
 Requests = list[tuple[int, int, range]]
 WINDOW, CHANNELS, SLOTS = 5, 16, 60

@@ -21,12 +21,12 @@ from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang import packed_attention_backend as backend_module
+from kvtuner.runtime_loader.sglang.attention.shared_chunks import SharedChunks
 from kvtuner.runtime_loader.sglang.compat.attention.flash import called_by_place
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 from kvtuner.runtime_loader.sglang.pools import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.pools.dense_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
-from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunks
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 LAYERS, SIZE, GQA, ATTEND = 3, 48, 2, sys.argv[2]

@@ -13,7 +13,7 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.sglang.flash_prefill import FlashAttention
+    from kvtuner.runtime_loader.sglang.attention.flash_prefill import FlashAttention
 
 _FLASH: Final = "sglang.kernels.ops.attention.flash_attention.flash_attn_varlen_func"
 _TAKES: Final = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

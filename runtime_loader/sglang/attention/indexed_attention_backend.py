@@ -14,6 +14,7 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
+from kvtuner.runtime_loader.sglang.attention.selected_tokens import ExactPlaces, NewPlaces, as_lists
 from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import (
     DeepseekSparseAttnBackend,
     TopkTransformMethod,
@@ -23,7 +24,6 @@ from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import read_a
 from kvtuner.runtime_loader.sglang.options.option_rules import SPARSE_KERNEL
 from kvtuner.runtime_loader.sglang.pools.indexed_pool import IndexedLatentPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
-from kvtuner.runtime_loader.sglang.selected_tokens import ExactPlaces, NewPlaces, as_lists
 
 if TYPE_CHECKING:
     from torch import Tensor

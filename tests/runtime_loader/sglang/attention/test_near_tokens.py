@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtuner.runtime_loader.packed_attention import ChunkMask
-from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, cut_before_windows, tokens_of_last_chunk
+from kvtuner.runtime_loader.sglang.attention.near_tokens import ChunkPieces, cut_before_windows, tokens_of_last_chunk
 
 BATCHES = [
     ((0,), (1,)), ((0, 0), (7, 24)), ((0, 5, 23, 24, 25), (60, 19, 1, 24, 23)), ((47, 100, 3), (2, 77, 0)),

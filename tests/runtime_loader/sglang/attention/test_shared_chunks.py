@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunk, SharedChunks
+from kvtuner.runtime_loader.sglang.attention.shared_chunks import SharedChunk, SharedChunks
 
 
 def chunk(number: float) -> SharedChunk:

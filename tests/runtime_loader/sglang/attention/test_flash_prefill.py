@@ -20,8 +20,8 @@ from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.runtime_loader.sglang.attention.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.sglang.compat.attention.flash import called_by_place, check_flash, flash_attention
-from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:

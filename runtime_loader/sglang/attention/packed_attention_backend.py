@@ -10,6 +10,9 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.joined_chunk import first_new_tokens
 from kvtuner.runtime_loader.packed_attention import ChunkMask, ExtendBounds, NewKeys, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.sglang.attention.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
+from kvtuner.runtime_loader.sglang.attention.shared_chunks import SharedChunk, SharedChunks
+from kvtuner.runtime_loader.sglang.attention.windows_and_chunks import WindowsAndChunks
 from kvtuner.runtime_loader.sglang.compat.attention.flash import check_flash, flash_attention
 from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import (
     TritonAttnBackend,
@@ -24,12 +27,9 @@ from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import (
 )
 from kvtuner.runtime_loader.sglang.compat.model import chunk_of, reading_both_ways
 from kvtuner.runtime_loader.sglang.compat.pool import full_part, write_slots
-from kvtuner.runtime_loader.sglang.flash_prefill import PREFILL_VARIABLE, FlashPrefill, chosen_prefill
 from kvtuner.runtime_loader.sglang.pools.latent_pool import PackedLatentPool
 from kvtuner.runtime_loader.sglang.pools.packed_pool import PackedPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
-from kvtuner.runtime_loader.sglang.shared_chunks import SharedChunk, SharedChunks
-from kvtuner.runtime_loader.sglang.windows_and_chunks import WindowsAndChunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.packed_attention import ExtendBounds
+from kvtuner.runtime_loader.sglang.attention.near_tokens import ChunkPieces, cut_before_windows, tokens_of_last_chunk
 from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import list_window_slots
-from kvtuner.runtime_loader.sglang.near_tokens import ChunkPieces, cut_before_windows, tokens_of_last_chunk
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:

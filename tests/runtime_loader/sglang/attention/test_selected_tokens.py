@@ -8,7 +8,7 @@ import torch
 from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing
 from kvtuner.runtime_loader.sglang import selected_tokens
-from kvtuner.runtime_loader.sglang.selected_tokens import ExactPlaces, NewPlaces, as_lists
+from kvtuner.runtime_loader.sglang.attention.selected_tokens import ExactPlaces, NewPlaces, as_lists
 
 
 def test_lists_follow_one_another_in_the_order_of_selection_and_leave_none_out() -> None:
