@@ -18,6 +18,8 @@ MAX_WINDOW: Final = 2**31 - 1
 _NATIVE_PAIR: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OF_MODELS: Final = ("num_layers", "num_shared_layers")
 _TUNED: Final = ("full", "latent")
+SCALED_CHANNELS: Final = 128
+"""The channels of fp8 that SGLang gives a scale of 4 bytes, where layers have an index."""
 """The kinds of layers that read all tokens, whose precision is chosen."""
 _KIND: Final = re.compile(r"(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 
@@ -122,6 +124,11 @@ class LayerGeometry:
         """The bytes of one token's key of the index, unquantized, on each rank: it has one head."""
         return NATIVE_BITS // 8 * self.index_dim
 
+    @property
+    def scaled_index_bytes(self) -> int:
+        """Those that SGLang keeps of it: fp8, with a scale for every `SCALED_CHANNELS`."""
+        return scaled_bytes(self.index_dim)
+
     def native_bytes(self, tp_size: int = 1) -> int:
         """The bytes of one unquantized token on a rank; errors are those of `row_shape`."""
         return self.row_shape(WHOLE_HEADS, WHOLE_HEADS, tp_size=tp_size).pair_bytes(_NATIVE_PAIR)
@@ -130,6 +137,11 @@ class LayerGeometry:
         """The shape of a rank's rows; `GeometryError` where heads cannot be split."""
         heads = len(kv_heads_of_rank(self.num_kv_heads, 0, tp_size))
         return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout, self.rope_dim)
+
+
+def scaled_bytes(channels: int) -> int:
+    """The bytes of channels that SGLang keeps in fp8 with scales, where layers have an index."""
+    return channels + channels // SCALED_CHANNELS * 4
 
 
 def index_text(index_dim: int) -> str:
@@ -235,6 +247,10 @@ class CacheGeometry:
     def index_bytes(self) -> int:
         """The bytes of one token's keys of all indexes, unquantized, on each rank."""
         return sum(layer.index_bytes for layer in self.layers)
+
+    def scaled_index_bytes(self) -> int:
+        """Those that SGLang keeps of them, in fp8 with scales."""
+        return sum(layer.scaled_index_bytes for layer in self.layers)
 
     def usual(self) -> LayerGeometry:
         """The most frequent geometry of the layers that own a cache, the first among equals."""

@@ -23,6 +23,8 @@ DECODED_LATENT_PARTS: Final = 1024
 """The same of latents, of which a processor holds one program: requests have as many as `Device.splits` gives them."""
 _FLOAT_BYTES: Final = 4
 _INDEX_BYTES: Final = 8
+_SLOT_BYTES: Final = 4
+_INDEXED_PAGE: Final = 64
 _NATIVE_BYTES: Final = 2
 
 
@@ -39,6 +41,7 @@ class AttentionShape:
         graph_requests: The requests of the largest CUDA graph of decoding, 0 without graphs.
         context_length: The tokens that a request may have.
         has_window: Whether the profile keeps an exact window.
+        has_index: Whether an index selects the latents that queries read, of which attention stages some.
     """
 
     num_heads: int
@@ -50,11 +53,12 @@ class AttentionShape:
     graph_requests: int
     context_length: int
     has_window: bool
+    has_index: bool = False
 
     @classmethod
     def of(
         cls, geometry: ModelGeometry, *, tp_size: int, chunk_tokens: int, graph_requests: int, context_length: int,
-        has_window: bool,
+        has_window: bool, has_index: bool = False,
     ) -> AttentionShape:  # fmt: skip
         """The shape of one of `tp_size` ranks of a model."""
         heads, kv_heads = (
@@ -64,15 +68,16 @@ class AttentionShape:
         if geometry.is_latent:
             outputs, parts = geometry.head_dim, DECODED_LATENT_PARTS
         return cls(
-            heads, kv_heads, geometry.head_dim, outputs, parts, chunk_tokens, graph_requests, context_length, has_window
-        )
+            heads, kv_heads, geometry.head_dim, outputs, parts, chunk_tokens, graph_requests, context_length,
+            has_window, has_index,
+        )  # fmt: skip
 
 
 def attention_bytes(shape: AttentionShape) -> int:
     """The bytes that a rank's attention takes at most, all at once.
 
     A chunk either reads its prefix back or keeps parts of its output: torch frees what it kept for the one where
-    memory for the other runs out.
+    memory for the other runs out. What an index selects from is staged in the place of a prefix.
     """
     channels = shape.head_dim + shape.v_head_dim
     fresh = shape.chunk_tokens * shape.num_kv_heads * channels * _NATIVE_BYTES
@@ -80,7 +85,9 @@ def attention_bytes(shape: AttentionShape) -> int:
     parts = 4 if shape.has_window else 2
     partials = shape.chunk_tokens * shape.num_heads * (parts * (shape.v_head_dim + 1) * _FLOAT_BYTES)
     queries = shape.chunk_tokens * shape.num_heads * (shape.head_dim * _NATIVE_BYTES + _FLOAT_BYTES)
-    return max(WORKSPACE_BYTES + fresh, partials + queries) + decode_scratch_bytes(shape) + slot_table_bytes(shape)
+    read_back = WORKSPACE_BYTES + fresh
+    of_chunk = read_back if shape.has_index else max(read_back, partials + queries)
+    return of_chunk + decode_scratch_bytes(shape) + slot_table_bytes(shape)
 
 
 def decode_scratch_bytes(shape: AttentionShape) -> int:
@@ -91,5 +98,11 @@ def decode_scratch_bytes(shape: AttentionShape) -> int:
 
 
 def slot_table_bytes(shape: AttentionShape) -> int:
-    """The bytes of the token slots that SGLang's Triton backend keeps for its largest graph."""
+    """The bytes of the token slots that SGLang's backend keeps for its largest graph.
+
+    Beside an index it keeps pages, and slots where positions are selected.
+    """
+    if shape.has_index:
+        pages = -(-shape.context_length // _INDEXED_PAGE)
+        return shape.graph_requests * (pages + shape.has_window * shape.context_length) * _SLOT_BYTES
     return shape.graph_requests * shape.context_length * _INDEX_BYTES

@@ -1,14 +1,13 @@
 """Sparse attention (DSA) of DeepSeek V3.2 and GLM-5 in plain torch: the index that selects tokens, and their attention.
 
 SGLang has kernels of a Hopper for both, and asks which GPU it has before it loads weights. What lies between them stays
-SGLang's: the pool with its index keys, written and gathered by kernels that Triton interprets, the choice of the
-highest scores, and the table from positions to slots. Where no other dtype is asked for, the pool has the model's.
+SGLang's: the pool with its index keys, written and gathered by kernels that Triton interprets. Where no
+other dtype is asked for, the pool has the model's.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -76,7 +75,7 @@ def select_tokens(
         return_indices: Whether anything is selected.
 
     Returns:
-        The positions in their requests [tokens, index_topk], int32, -1 behind the last where there are fewer, or None.
+        What `look_up_selected` makes of them, [tokens, index_topk], or None.
     """
     import torch
 
@@ -105,6 +104,42 @@ def select_tokens(
         first, first_key = first + new, first_key + count
     selected: Tensor = metadata.topk_transform(scores, self.index_topk)  # which leaves out later tokens
     return indexers.maybe_capture_indexer_topk(layer_id, selected)
+
+
+def look_up_selected(
+    self: Any, logits: Tensor, lengths: Tensor, topk: int, topk_transform_method: Any, attn_metadata: Any,
+    topk_indices_offset: Tensor | None = None, row_starts: Tensor | None = None, force_unfused_topk: bool = False,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    """The tokens of the highest scores, and where they are, as `DSATopKBackend.topk_transform` of a GPU finds both.
+
+    Args:
+        self: The way of choosing, which is torch's here whatever it is.
+        logits: The scores [tokens, positions].
+        lengths: How many of them there are, [tokens].
+        topk: How many are chosen.
+        topk_transform_method: What tells tokens: their place among all of the batch (RAGGED), or their slot (PAGED).
+        attn_metadata: The tables of the batch.
+        topk_indices_offset: The place of the first token of each one's request, [tokens].
+        row_starts: The first position that has a score, [tokens]; 0 by default.
+        force_unfused_topk: Whether positions are wanted.
+
+    Returns:
+        Places, slots or positions, [tokens, topk], int32, -1 behind the last where there are fewer.
+    """
+    import torch
+
+    choices: Any = importlib.import_module("sglang.srt.layers.attention.dsa.dsa_topk_backend")
+    positions: Tensor = choices.DSATopKBackend.TORCH.topk_func(logits, lengths, topk, row_starts=row_starts)
+    if force_unfused_topk or not choices.envs.SGLANG_DSA_FUSE_TOPK.get():
+        return positions
+    if topk_transform_method == choices.TopkTransformMethod.RAGGED:
+        assert topk_indices_offset is not None
+        return torch.where(positions >= 0, positions + topk_indices_offset[:, None], positions)
+    table = attn_metadata.page_table_1
+    if len(table) != len(positions):  # several tokens of a request
+        table = table[attn_metadata.token_to_batch_idx.long()]
+    return torch.where(positions >= 0, table.gather(1, positions.clamp(min=0).long()), positions)
 
 
 def flash_mla_sparse_fwd(
@@ -157,7 +192,6 @@ def _answer_as_a_hopper() -> None:
 
 def install_in_launcher() -> None:
     """Let SGLang's launcher choose sparse attention: of a pool in the model's dtype, by one kernel for all queries."""
-    os.environ.setdefault("SGLANG_DSA_FUSE_TOPK", "0")  # an index then selects positions, not slots
     _answer_as_a_hopper()
     hook: Any = importlib.import_module("sglang.srt.arg_groups.model_hook")
     choose_dtype = hook._dsa_kv_cache_dtype_default
@@ -185,7 +219,8 @@ def install() -> None:
     indexers: Any = importlib.import_module("sglang.srt.layers.attention.dsa.dsa_indexer")
     indexers.Indexer.forward_native = select_tokens
     choices: Any = importlib.import_module("sglang.srt.layers.attention.dsa.dsa_topk_backend")
-    choices.DSATopKBackend.resolve = classmethod(lambda cls, _: cls.TORCH)
+    choices.DSATopKBackend.resolve = classmethod(lambda cls, _: cls.FLASHINFER)  # one that looks tokens up
+    choices.DSATopKBackend.topk_transform = look_up_selected
     rotations: Any = importlib.import_module("sglang.kernels.ops.quantization.hadamard")
     rotations.hadamard_transform = hadamard_transform
     flash: Any = ModuleType("sglang.kernels.ops.attention.flash_mla_interface")

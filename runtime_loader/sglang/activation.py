@@ -31,6 +31,7 @@ from kvtuner.runtime_loader.sglang.options.option_refusals import (
     refuse_of_images,
     refuse_of_index,
     refuse_of_latents,
+    refuse_place_of_index,
 )
 from kvtuner.runtime_loader.sglang.options.option_rules import (
     INDEX_BACKEND,
@@ -121,6 +122,8 @@ def _check(server_args: Any) -> None:
         check_alone()
         arguments = resolved(server_args)
         model_config = model_config_of(server_args)
+        if has_index(model_config):  # first, since SGLang has chosen options by the GPU
+            refuse_place_of_index(_capability(arguments.device), release_rules())
         _refuse_options(arguments, state.loaded_request.request, model_config)
         # From here on ``auto`` is a file, which schedulers read by their environment.
         state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
@@ -162,6 +165,12 @@ def _check(server_args: Any) -> None:
             if has_adapters(arguments):
                 _judge_adapters(strict=loaded.request.strict)
             _compare_models(loaded.request, profile, model_config)
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    import torch  # as below
+
+    return torch.cuda.get_device_capability(device) if torch.device(device).type == "cuda" else None
 
 
 def _check_reader_of_latents(device: str) -> None:

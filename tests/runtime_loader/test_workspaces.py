@@ -134,3 +134,12 @@ def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:
     assert attention_bytes(many) == 8192 * 128 * (4 * 129 * 4 + 2 * 128 + 4) + kept
     assert slot_table_bytes(LLAMA) == 256 << 20
     assert slot_table_bytes(replace(LLAMA, graph_requests=0)) == 0
+
+
+def test_beside_an_index_a_chunk_is_staged_and_a_graph_keeps_pages() -> None:
+    latents = replace(LLAMA, num_heads=128, num_kv_heads=1, head_dim=512, v_head_dim=512, has_index=True)
+    kept = decode_scratch_bytes(latents) + 256 * 2048 * 4  # pages of 64 tokens in int32
+    assert attention_bytes(latents) == WORKSPACE_BYTES + 8192 * 1024 * 2 + kept
+    windowed = replace(latents, has_window=True)
+    assert slot_table_bytes(windowed) == 256 * (2048 + 131_072) * 4
+    assert slot_table_bytes(replace(windowed, graph_requests=0)) == 0

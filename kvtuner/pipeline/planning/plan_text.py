@@ -148,6 +148,8 @@ def assumptions(plan: CapacityPlan) -> list[str]:
         attention += "; every tensor-parallel rank holds whole latents (MLA)"
         attention += ", whose kernels ran on no GPU and refuse a B200"
     keys = index_bytes_per_token(plan.shape)
+    if keys:
+        attention += "; beside an index SGLang's plugin serves latents on an H100 or H200 alone"
     page = f"{INDEXED_PAGE_SIZE} tokens" if keys else "one token"
     texts = [
         f"a server of SGLang 0.5.23 with {plan.server_flags}, pages of {page}, and defaults otherwise",

@@ -72,7 +72,7 @@ class SchemeSizes:
         attention = AttentionShape.of(
             shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
             graph_requests=server.graph_requests, context_length=server.context_length,
-            has_window=quant.window.num_tokens > 0,
+            has_window=quant.window.num_tokens > 0, has_index=self.index_bytes > 0,
         )  # fmt: skip
         self.workspace_bytes = attention_bytes(attention)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.layer_geometry import scaled_bytes
 from kvtuner.precision import NATIVE_BITS
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ INDEXED: Final = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
 """The architectures whose indexes SGLang has."""
 INDEXED_PAGE_SIZE: Final = 64
 """The tokens of a page where layers have an index."""
-_SCALED_CHANNELS: Final = 128
-"""The channels of fp8 that have a scale of 4 bytes, where layers have an index."""
 
 
 def window_share(architecture: str) -> float:
@@ -46,7 +45,7 @@ def window_bytes_per_token(shape: ModelShape, tp_size: int) -> float:
 
 def index_bytes_per_token(shape: ModelShape) -> int:
     """The bytes on each rank of what SGLang keeps of a token's keys of indexes: fp8 with scales."""
-    return sum(_scaled_bytes(layer.index_dim) for layer in shape.cache.layers)
+    return shape.cache.scaled_index_bytes()
 
 
 def fp8_bytes_of_layer(shape: ModelShape, rows: RowShape) -> int:
@@ -55,9 +54,5 @@ def fp8_bytes_of_layer(shape: ModelShape, rows: RowShape) -> int:
     Beside indexes latents have scales, and rotary channels 16 bits.
     """
     if index_bytes_per_token(shape):
-        return _scaled_bytes(rows.head_dim) + NATIVE_BITS // 8 * rows.rope_dim
+        return scaled_bytes(rows.head_dim) + NATIVE_BITS // 8 * rows.rope_dim
     return rows.num_kv_heads * rows.channels
-
-
-def _scaled_bytes(channels: int) -> int:
-    return channels + channels // _SCALED_CHANNELS * 4

@@ -1,12 +1,13 @@
 """Attention over packed latents of which an index selects what a query reads, on SGLang's sparse backend (DSA).
 
-The index is SGLang's own, and so are its keys. A new token behind a prefix reads its selection among the latents of
-its request, which are staged in model space for one layer at a time, by SGLang's sparse kernel; one that decodes reads
-packed rows.
+The index is SGLang's own, and so are its keys. New tokens of a prompt read their selection among the latents of their
+request, which are staged in model space for one layer at a time, by SGLang's sparse kernel; one that decodes reads
+packed rows, or under an exact window staged ones.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,21 +15,24 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
-from kvtuner.runtime_loader.sglang.attention.selected_tokens import ExactPlaces, NewPlaces, as_lists
+from kvtuner.runtime_loader.sglang.attention.selected_tokens import as_lists
+from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStage, NewLatents, runs_of
 from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import (
     DeepseekSparseAttnBackend,
     TopkTransformMethod,
     slots_of_decode,
 )
-from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import read_absorbed
+from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import check_attention_layers, read_absorbed
 from kvtuner.runtime_loader.sglang.options.option_rules import SPARSE_KERNEL
 from kvtuner.runtime_loader.sglang.pools.indexed_pool import IndexedLatentPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
+from kvtuner.runtime_loader.workspaces import WORKSPACE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from kvtuner.runtime_loader.exact_ring import ExactRing
     from kvtuner.runtime_loader.packed_attention import PackedRows
 
 
@@ -38,6 +42,7 @@ def make_indexed_backend(runner: Any) -> IndexedAttnBackend | None:
     if not isinstance(pool, IndexedLatentPool):
         return None
     with refusing():
+        check_attention_layers(runner.model, runner.model_config.context_len)
         read_absorbed(runner.model, pool.shape_of_layer()[1:])
     return IndexedAttnBackend(runner)
 
@@ -54,6 +59,8 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         with refusing():
             self.attention.prepare(layers, self.num_q_heads, runner.req_to_token_pool.size)
         self._is_fresh = self.pool.rank_state.attend == "fresh"
+        channels = sum(self.pool.shape_of_layer()[1:])
+        self._staged_tokens = WORKSPACE_BYTES // (channels * self.pool.model_dtype.itemsize)
         if self.pool.rank_state.profile.window.num_tokens:
             self.use_fused_topk = False  # which gives slots where a window asks for positions
 
@@ -64,128 +71,108 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        q_rope: Tensor | None = None, k_rope: Tensor | None = None, topk_indices: Tensor | None = None, **rest: Any,
+        q_rope: Tensor | None = None, k_rope: Any = None, topk_indices: Tensor | None = None, **rest: Any,
     ) -> Tensor:  # fmt: skip
-        """Attend as SGLang's method does, over staged latents of all tokens that the requests of the batch have."""
+        """Attend as SGLang's method does, over staged latents of all tokens that the requests of the batch have.
+
+        Requests whose latents do not fit in the workspace together are staged one after the other.
+        """
         if layer.layer_id == self.pool.start_layer:
             self.pool.forget_former_requests()
-        new, selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
+        selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
+        latents = torch.cat((k, k_rope), dim=-1)
         q, first = _joined_queries(q, q_rope, layer), self.forward_metadata.topk_indices_offset
         # Layers may share what was selected, so it stays as it is. The index may have counted from request to request.
-        offset = 0 if self.use_fused_topk else first[:, None]
-        places = torch.where(selected >= 0, selected + offset, selected)
-        staged, ring = self._staged(layer, forward_batch, new), self.pool.copies_of(layer.layer_id)
-        if ring is not None:
-            staged, places = self._with_copies(staged, places, new, ring, forward_batch)
-        output = self._attend(q, staged, places, layer)
-        if ring is not None:
-            tokens = NewTokens(
-                forward_batch.req_pool_indices, _before(forward_batch), self.forward_metadata.cu_seqlens_q
-            )
-            self.attention.store_copies(ring, tokens, *self.pool.new_states(new, new))
-        return output
+        places = torch.where(selected >= 0, selected + (0 if self.use_fused_topk else first[:, None]), selected)
+        stage, outputs = self._stage(layer), []
+        for tokens, first_place, new in self._runs(forward_batch, latents):
+            own = torch.where(places[tokens] >= 0, places[tokens] - first_place, -1)
+            staged, own = stage.of_requests(new, own, is_fresh=self._is_fresh)
+            outputs.append(self._attend(q[tokens], staged, own, tokens, layer))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if stage.copies is not None:
+            past = (forward_batch.seq_lens - forward_batch.extend_seq_lens).cumsum(0)
+            bounds = torch.nn.functional.pad(past, (1, 0)), self.forward_metadata.cu_seqlens_q
+            stored = NewTokens(forward_batch.req_pool_indices, *bounds)
+            self.attention.store_copies(stage.copies, stored, *self.pool.new_states(latents, latents))
+        return torch.nn.functional.pad(output, (0, 0, 0, 0, 0, len(q) - len(output)))  # of tokens that fill a batch
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        q_rope: Tensor | None = None, k_rope: Tensor | None = None, topk_indices: Tensor | None = None, **rest: Any,
+        q_rope: Tensor | None = None, k_rope: Any = None, topk_indices: Tensor | None = None, **rest: Any,
     ) -> Tensor:  # fmt: skip
-        """Attend as SGLang's method does, over packed rows of the selected tokens, the new one's among them.
-
-        Under an exact window these are staged too, beside copies.
-        """
-        new, selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
-        q, ring = _joined_queries(q, q_rope, layer), self.pool.copies_of(layer.layer_id)
+        """Attend as SGLang's method does, over the selected tokens, the new one's among them."""
+        selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
+        q, stage = _joined_queries(q, q_rope, layer), self._stage(layer)
         slots = slots_of_decode(self, selected, len(q))
-        if ring is None:
-            bounds, lists = as_lists(slots)
-            scores = ScoreScaling(layer.scaling, layer.logit_cap)
-            output: Tensor = self.attention.decode(q, *self._rows(layer), bounds, lists, scores)
+        if stage.copies is None:
+            output: Tensor = self.attention.decode(q, *stage.rows, *as_lists(slots), ScoreScaling(layer.scaling))
             return output
-        requests = forward_batch.req_pool_indices
-        rows = self.forward_metadata.cu_seqlens_k
-        self.attention.store_copies(ring, NewTokens(requests, rows), *self.pool.new_states(new, new))
-        staged = torch.cat((self._read(layer, slots.flatten().clamp(min=0), q.dtype), copies_of(ring, requests)))
-        places = torch.arange(slots.numel(), dtype=slots.dtype, device=slots.device).view(slots.shape)
-        positions, numbers = self._pad_topk_indices(selected, len(q)), torch.arange(len(q), device=slots.device)
-        exact = ExactPlaces(ring, requests, slots.numel())
-        places = exact.of(torch.where(slots >= 0, places, -1), positions, rows[: len(q) + 1].diff() - 1, numbers)
-        return self._attend(q, staged, places, layer)
+        latents = torch.cat((k, k_rope), dim=-1)
+        requests, rows = forward_batch.req_pool_indices, self.forward_metadata.cu_seqlens_k
+        new = NewTokens(requests, rows)
+        self.attention.store_copies(stage.copies, new, *self.pool.new_states(latents, latents))
+        selected, positions = self._pad_topk_indices(selected, len(q)), rows[: len(q) + 1].diff() - 1
+        outputs = []
+        for some in runs_of([slots.shape[1]] * len(q), self._staged_tokens):
+            staged, places = stage.of_selection(slots[some], selected[some], positions[some], requests[some], q.dtype)
+            outputs.append(self._attend(q[some], staged, places, some, layer))
+        return torch.cat(outputs)
 
-    def _attend(self, q: Tensor, staged: Tensor, places: Tensor, layer: Any) -> Tensor:
-        """Attention of queries to staged latents at places [queries, most] of their own, by SGLang's sparse kernel."""
+    def _attend(self, q: Tensor, staged: Tensor, places: Tensor, queries: slice, layer: Any) -> Tensor:
+        """Attention of some queries of a batch to staged latents at places [queries, most] of their own."""
         output: Tensor = self._forward_flashmla_sparse(
-            q_all=q, kv_cache=staged, page_table_1=self._pad_topk_indices(places, len(q)), sm_scale=layer.scaling,
-            v_head_dim=layer.v_head_dim, topk_length=self.forward_metadata.dsa_cache_seqlens_int32,
+            q_all=q, kv_cache=staged, page_table_1=places, sm_scale=layer.scaling, v_head_dim=layer.v_head_dim,
+            topk_length=self.forward_metadata.dsa_cache_seqlens_int32[queries],
         )  # fmt: skip
         return output
 
-    def _rows(self, layer: Any) -> tuple[PackedRows, PackedRows]:
-        """The latents of a layer, and the rotary channels beside them."""
+    def _stage(self, layer: Any) -> LatentStage:
         local = layer.layer_id - self.pool.start_layer
-        return self.pool.keys[local], self.pool.values[local]
+        rows: tuple[PackedRows, PackedRows] = self.pool.keys[local], self.pool.values[local]
+        return LatentStage(self.attention, rows, self.pool.copies_of(layer.layer_id))
 
-    def _read(self, layer: Any, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """Both parts of the latents of token slots in model space, [tokens, 1, channels]."""
-        return torch.cat([self.attention.read(stored, slots, dtype) for stored in self._rows(layer)], dim=-1)
+    def _runs(self, forward_batch: Any, latents: Tensor) -> Iterator[tuple[slice, int, NewLatents]]:
+        """The runs of requests that are staged together: their new tokens, and the place of the first of all tokens."""
+        metadata, slots = self.forward_metadata, self.forward_metadata.page_table_1_flattened
+        lengths = forward_batch.seq_lens_cpu.tolist()
+        ends, new_ends = ([0, *accumulate(each)] for each in (lengths, forward_batch.extend_seq_lens_cpu))
+        before = forward_batch.seq_lens - forward_batch.extend_seq_lens
+        for run in runs_of(lengths, self._staged_tokens):
+            tokens, first = slice(new_ends[run.start], new_ends[run.stop]), ends[run.start]
+            yield (
+                tokens,
+                first,
+                NewLatents(
+                    latents=latents[tokens],
+                    slots=forward_batch.out_cache_loc[tokens],
+                    all_slots=None if slots is None else slots[first : ends[run.stop]],
+                    positions=metadata.dsa_seqlens_expanded[tokens] - 1,
+                    numbers=metadata.token_to_batch_idx[tokens] - run.start,
+                    first_places=metadata.topk_indices_offset[tokens] - first,
+                    requests=forward_batch.req_pool_indices[run],
+                    before=before[run],
+                    bounds=metadata.cu_seqlens_q[run] - tokens.start,
+                ),
+            )
 
     def _store(
         self, k: Tensor, k_rope: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool,
         topk_indices: Tensor | None, rest: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Store new latents; return both parts of them [tokens, 1, channels], and what the index has selected.
-
-        What a packed pool does not know is refused.
-        """
-        unknown = [name for name, value in rest.items() if value not in (None, False)]
-        if topk_indices is None or k_rope is None or not save_kv_cache or unknown:
-            what = (
-                unknown[0] if unknown else "no new latents with rotary channels, or nothing that an index has selected"
-            )
+    ) -> Tensor:  # fmt: skip
+        """Store new latents, and return what the index has selected; what a packed pool does not know is refused."""
+        unknown = [name for name, value in rest.items() if value is not None and value is not False]
+        missing = {"new latents": save_kv_cache, "k_rope": k_rope is not None, "topk_indices": topk_indices is not None}
+        unknown += [f"no {name}" for name, is_there in missing.items() if not is_there]
+        unknown += ["a cap of scores"] if layer.logit_cap else []
+        if k_rope is None or topk_indices is None or unknown:
             with refusing():
-                raise ServingError(f"attention to packed latents does not take what SGLang gives here: {what}")
+                raise ServingError(
+                    f"SGLang gives {unknown[0]} to attention here, which packed latents do not have; serve without a"
+                    " profile"
+                )
         self.pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        return torch.cat((k, k_rope), dim=-1), topk_indices
-
-    def _staged(self, layer: Any, forward_batch: Any, new: Tensor) -> Tensor:
-        """The latents of all tokens of a batch's requests, one after the other, [tokens, 1, channels of both parts].
-
-        New ones are as they are, or as they were stored where they are to be read so.
-        """
-        slots, metadata = self.forward_metadata.page_table_1_flattened, self.forward_metadata
-        if slots is None:  # no request has a prefix
-            return new if self._is_fresh else self._read(layer, forward_batch.out_cache_loc, new.dtype)
-        staged = self._read(layer, slots, new.dtype)
-        if self._is_fresh:
-            places = metadata.topk_indices_offset + metadata.dsa_seqlens_expanded - 1
-            staged[places.long()] = new[: len(places)]
-        return staged
-
-    def _with_copies(
-        self, staged: Tensor, places: Tensor, new: Tensor, ring: ExactRing, forward_batch: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Staged latents with the copies of a batch's requests behind them, and new ones, and where those are read."""
-        metadata, requests = self.forward_metadata, forward_batch.req_pool_indices
-        parts, new_places = [staged, copies_of(ring, requests)], None
-        if not self._is_fresh:
-            past = _before(forward_batch).diff()
-            first = len(staged) + len(parts[1]) + metadata.cu_seqlens_q[: len(past)]
-            new_places = NewPlaces(past, first - past)
-            parts.append(new)
-        exact = ExactPlaces(ring, requests, len(staged), new_places)
-        positions = places - metadata.topk_indices_offset[:, None]
-        queries = metadata.dsa_seqlens_expanded - 1
-        return torch.cat(parts), exact.of(places, positions, queries, metadata.token_to_batch_idx)
-
-
-def copies_of(ring: ExactRing, requests: Tensor) -> Tensor:
-    """The copies of request slots, one after the other, [requests * places, 1, channels of both parts]."""
-    return torch.cat((ring.keys[requests.long()], ring.values[requests.long()]), dim=-1).flatten(0, 1)
-
-
-def _before(forward_batch: Any) -> Tensor:
-    """The bounds [requests + 1] of the tokens that the requests of a batch had before, one after the other."""
-    past = forward_batch.seq_lens - forward_batch.extend_seq_lens
-    return torch.nn.functional.pad(past.cumsum(0), (1, 0))
+        return topk_indices
 
 
 def _joined_queries(q: Tensor, q_rope: Tensor | None, layer: Any) -> Tensor:

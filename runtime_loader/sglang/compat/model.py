@@ -51,6 +51,8 @@ _INTERLEAVED_INDEX: Final = "glm_moe_dsa"
 """The kind of model whose index has neighbours rotated together, in transformers' code."""
 _INTERLEAVES: Final = "indexer_rope_interleave"
 """The field by which SGLang tells so, which transformers' configuration does not have."""
+_USUAL_INDEX: Final = {"index_init_tokens": 0, "index_local_tokens": 0, "index_k_norm_type": "layer"}
+"""Fields that SGLang's index has in any configuration, and what transformers' always is."""
 _MADE_ALIKE: Final = ("gemma4", "gemma4_unified")
 """The kinds of models in whose configuration SGLang gives all layers the heads of the full ones."""
 
@@ -161,6 +163,12 @@ def _refuse_other_index(model_config: Any, geometry: CacheGeometry) -> None:
         raise UnsupportedModelError(
             f"SGLang gives other layers of {name} an index than its configuration does, or one that selects several"
             " tokens at once; serve it without a profile"
+        )
+    other = [name for name, usual in _USUAL_INDEX.items() if getattr(config, name, None) not in (None, usual)]
+    if other:
+        raise UnsupportedModelError(
+            f"SGLang gives the index of {name} {other[0]} {getattr(config, other[0])!r}, which transformers does not"
+            " know; serve it without a profile"
         )
     is_interleaved = config.model_type == _INTERLEAVED_INDEX
     if bool(getattr(config, _INTERLEAVES, False)) != is_interleaved:

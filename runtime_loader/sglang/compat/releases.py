@@ -30,6 +30,7 @@ ACCEPTED: Final = {
                 remedy=f"drop it, or install sglang {NEWEST}",
             ),
         ),
+        remedy_of_index=f"install sglang {NEWEST}",
     ),
     NEWEST: ReleaseRules(),
 }

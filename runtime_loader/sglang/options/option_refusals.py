@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.options.option_rules import (
+    CAPABILITY_OF_INDEX,
     DISAGGREGATION_RULES,
     HICACHE_RULES,
     IMAGE_RULES,
@@ -102,6 +103,22 @@ def refuse_of_latents(arguments: Any, *, hicache_only: bool) -> None:
             " device"
         )
     _refuse_options(arguments, LATENT_RULES, "a packed pool of latents (MLA)")
+
+
+def refuse_place_of_index(capability: tuple[int, int] | None, release: ReleaseRules = NOTHING_SPECIAL) -> None:
+    """Refuse a GPU, by its compute capability, or a release of SGLang, on which no index selects from packed latents.
+
+    The capability is None on a processor.
+    """
+    if release.remedy_of_index:
+        raise ServingError(
+            f"an index that selects from packed latents was tested with a newer SGLang alone; {release.remedy_of_index}"
+        )
+    if capability is not None and capability[0] != CAPABILITY_OF_INDEX:
+        raise ServingError(
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and SGLang's sparse kernel and ours of"
+            f" packed latents are both for {CAPABILITY_OF_INDEX}.0 alone (H100, H200); serve without a profile"
+        )
 
 
 def refuse_of_index(arguments: Any) -> None:

@@ -38,10 +38,12 @@ class ReleaseRules:
     Attributes:
         absent: The options of rules, and the methods of its pool that ours overrides, which it does not have.
         refused: The rules of what does not work with it.
+        remedy_of_index: The way out for a model with an index, where none was tried.
     """
 
     absent: frozenset[str] = frozenset()
     refused: tuple[OptionRule, ...] = ()
+    remedy_of_index: str = ""
 
 
 NOTHING_SPECIAL: Final = ReleaseRules()
@@ -233,6 +235,8 @@ def backend_rules(metadata_backend: str) -> tuple[OptionRule, ...]:
     )
 
 
+CAPABILITY_OF_INDEX: Final = 9
+"""The major compute capability of GPUs for which SGLang's sparse kernel and ours of latents both are."""
 INDEX_KERNELS: Final = (
     OptionRule("dsa_prefill_backend", (None, SPARSE_KERNEL), "latents are staged for this kernel alone"),
     OptionRule("dsa_decode_backend", (None,), "no kernel of SGLang reads packed rows"),

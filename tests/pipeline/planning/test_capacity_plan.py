@@ -195,6 +195,7 @@ def test_keys_of_indexes_are_counted_beside_latents_as_sglang_keeps_them(hub_mod
     text = " ".join(assumptions(plan))
     assert "take 8,052 bytes more of each token as SGLang keeps them, in fp8" in text
     assert "pages of 64 tokens" in text
+    assert "beside an index SGLang's plugin serves latents on an H100 or H200 alone" in text
     assert "index" not in " ".join(assumptions(without)) and "pages of one token" in " ".join(assumptions(without))
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.compat.releases import release_rules
+from kvtuner.runtime_loader.sglang.compat.releases import ACCEPTED, NEWEST, release_rules
 from kvtuner.runtime_loader.sglang.options.option_refusals import (
     refuse_beside_other_layers,
     refuse_beside_per_channel,
     refuse_flags,
     refuse_of_index,
     refuse_of_latents,
+    refuse_place_of_index,
 )
 from kvtuner.runtime_loader.sglang.options.option_rules import (
     DISAGGREGATION_RULES,
@@ -163,6 +164,23 @@ def test_every_rule_of_an_index_refuses_its_option(rule: OptionRule) -> None:
     refuse_of_index(arguments(**fine))
     with pytest.raises(ServingError, match=rf"{rule.flag} 7 does not work with latents that an index selects from"):
         refuse_of_index(arguments(**{**fine, rule.name: 7}))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_a_gpu_without_both_kernels_of_an_index_is_refused(capability: tuple[int, int]) -> None:
+    refuse_place_of_index(None)
+    refuse_place_of_index((9, 0))
+    with pytest.raises(ServingError, match=rf"has compute capability {capability[0]}\.{capability[1]}, and SGLang's"):
+        refuse_place_of_index(capability)
+
+
+def test_a_release_that_no_index_was_tried_with_is_refused() -> None:
+    for name, release in ACCEPTED.items():
+        if name == NEWEST:
+            refuse_place_of_index((9, 0), release)
+        else:
+            with pytest.raises(ServingError, match=rf"tested with a newer SGLang alone; install sglang {NEWEST}"):
+                refuse_place_of_index((9, 0), release)
 
 
 def test_keys_per_channel_stand_beside_no_other_layers() -> None:

@@ -134,6 +134,30 @@ def check_that_layers_that_do_not_read_latents_as_they_are_packed_are_refused() 
     assert "scales for an fp8 cache" in refusal(triton_backend.read_absorbed, model(v_scale_float=0.5), (32, 8))
 
 
+def check_that_what_an_index_gives_attention_and_packed_latents_have_not_is_refused() -> None:
+    import torch
+
+    from kvtuner.runtime_loader.sglang.attention.indexed_attention_backend import IndexedAttnBackend
+
+    backend, stored = IndexedAttnBackend.__new__(IndexedAttnBackend), []
+    backend.pool = SimpleNamespace(set_mla_kv_buffer=lambda *given: stored.append(given))
+    batch, one, selected = SimpleNamespace(out_cache_loc=None), torch.ones(1, 1, 8), torch.zeros(1, 4)
+
+    def store(k_rope: Any = one, saves: bool = True, indices: Any = selected, cap: float = 0.0, **rest: Any) -> Any:
+        return backend._store(one, k_rope, SimpleNamespace(logit_cap=cap), batch, saves, indices, rest)
+
+    assert store(cos_sin_cache=None, is_neox=False) is selected
+    assert len(stored) == 1
+    given = {"attn_sink": torch.ones(2), "llama_4_scaling": torch.ones(2), "is_neox": True}
+    for name, value in given.items():
+        assert f"SGLang gives {name} to attention here" in refusal(store, **{name: value})
+    assert "gives no k_rope" in refusal(store, None)
+    assert "gives no topk_indices" in refusal(store, indices=None)
+    assert "gives no new latents" in refusal(store, saves=False)
+    assert "gives a cap of scores" in refusal(store, cap=30.0)
+    assert len(stored) == 1
+
+
 def check_that_another_kind_of_pool_is_refused() -> None:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 

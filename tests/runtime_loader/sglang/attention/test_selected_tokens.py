@@ -7,7 +7,7 @@ import torch
 
 from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing
-from kvtuner.runtime_loader.sglang import selected_tokens
+from kvtuner.runtime_loader.sglang.attention import selected_tokens
 from kvtuner.runtime_loader.sglang.attention.selected_tokens import ExactPlaces, NewPlaces, as_lists
 
 
