@@ -16,7 +16,7 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
 from kvtuner.runtime_loader.sglang.attention.selected_tokens import as_lists
-from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStage, NewLatents, runs_of
+from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStaging, NewLatents, requests_together
 from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import (
     DeepseekSparseAttnBackend,
     TopkTransformMethod,
@@ -84,17 +84,17 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         q, first = _joined_queries(q, q_rope, layer), self.forward_metadata.topk_indices_offset
         # Layers may share what was selected, so it stays as it is. The index may have counted from request to request.
         places = torch.where(selected >= 0, selected + (0 if self.use_fused_topk else first[:, None]), selected)
-        stage, outputs = self._stage(layer), []
-        for tokens, first_place, new in self._runs(forward_batch, latents):
+        staging, outputs = self._staging(layer), []
+        for tokens, first_place, new in self._staged_together(forward_batch, latents):
             own = torch.where(places[tokens] >= 0, places[tokens] - first_place, -1)
-            staged, own = stage.of_requests(new, own, is_fresh=self._is_fresh)
+            staged, own = staging.of_requests(new, own, is_fresh=self._is_fresh)
             outputs.append(self._attend(q[tokens], staged, own, tokens, layer))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if stage.copies is not None:
+        if staging.copies is not None:
             past = (forward_batch.seq_lens - forward_batch.extend_seq_lens).cumsum(0)
             bounds = torch.nn.functional.pad(past, (1, 0)), self.forward_metadata.cu_seqlens_q
             stored = NewTokens(forward_batch.req_pool_indices, *bounds)
-            self.attention.store_copies(stage.copies, stored, *self.pool.new_states(latents, latents))
+            self.attention.store_copies(staging.copies, stored, *self.pool.new_states(latents, latents))
         return torch.nn.functional.pad(output, (0, 0, 0, 0, 0, len(q) - len(output)))  # of tokens that fill a batch
 
     def forward_decode(
@@ -103,19 +103,19 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
     ) -> Tensor:  # fmt: skip
         """Attend as SGLang's method does, over the selected tokens, the new one's among them."""
         selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
-        q, stage = _joined_queries(q, q_rope, layer), self._stage(layer)
+        q, staging = _joined_queries(q, q_rope, layer), self._staging(layer)
         slots = slots_of_decode(self, selected, len(q))
-        if stage.copies is None:
-            output: Tensor = self.attention.decode(q, *stage.rows, *as_lists(slots), ScoreScaling(layer.scaling))
+        if staging.copies is None:
+            output: Tensor = self.attention.decode(q, *staging.rows, *as_lists(slots), ScoreScaling(layer.scaling))
             return output
         latents = torch.cat((k, k_rope), dim=-1)
         requests, rows = forward_batch.req_pool_indices, self.forward_metadata.cu_seqlens_k
         new = NewTokens(requests, rows)
-        self.attention.store_copies(stage.copies, new, *self.pool.new_states(latents, latents))
+        self.attention.store_copies(staging.copies, new, *self.pool.new_states(latents, latents))
         selected, positions = self._pad_topk_indices(selected, len(q)), rows[: len(q) + 1].diff() - 1
         outputs = []
-        for some in runs_of([slots.shape[1]] * len(q), self._staged_tokens):
-            staged, places = stage.of_selection(slots[some], selected[some], positions[some], requests[some], q.dtype)
+        for some in requests_together([slots.shape[1]] * len(q), self._staged_tokens):
+            staged, places = staging.of_selection(slots[some], selected[some], positions[some], requests[some], q.dtype)
             outputs.append(self._attend(q[some], staged, places, some, layer))
         return torch.cat(outputs)
 
@@ -127,34 +127,31 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         )  # fmt: skip
         return output
 
-    def _stage(self, layer: Any) -> LatentStage:
+    def _staging(self, layer: Any) -> LatentStaging:
         local = layer.layer_id - self.pool.start_layer
         rows: tuple[PackedRows, PackedRows] = self.pool.keys[local], self.pool.values[local]
-        return LatentStage(self.attention, rows, self.pool.copies_of(layer.layer_id))
+        return LatentStaging(self.attention, rows, self.pool.copies_of(layer.layer_id))
 
-    def _runs(self, forward_batch: Any, latents: Tensor) -> Iterator[tuple[slice, int, NewLatents]]:
-        """The runs of requests that are staged together: their new tokens, and the place of the first of all tokens."""
+    def _staged_together(self, forward_batch: Any, latents: Tensor) -> Iterator[tuple[slice, int, NewLatents]]:
+        """The new tokens of requests that are staged together, and the place of the first of all their tokens."""
         metadata, slots = self.forward_metadata, self.forward_metadata.page_table_1_flattened
         lengths = forward_batch.seq_lens_cpu.tolist()
         ends, new_ends = ([0, *accumulate(each)] for each in (lengths, forward_batch.extend_seq_lens_cpu))
         before = forward_batch.seq_lens - forward_batch.extend_seq_lens
-        for run in runs_of(lengths, self._staged_tokens):
-            tokens, first = slice(new_ends[run.start], new_ends[run.stop]), ends[run.start]
-            yield (
-                tokens,
-                first,
-                NewLatents(
-                    latents=latents[tokens],
-                    slots=forward_batch.out_cache_loc[tokens],
-                    all_slots=None if slots is None else slots[first : ends[run.stop]],
-                    positions=metadata.dsa_seqlens_expanded[tokens] - 1,
-                    numbers=metadata.token_to_batch_idx[tokens] - run.start,
-                    first_places=metadata.topk_indices_offset[tokens] - first,
-                    requests=forward_batch.req_pool_indices[run],
-                    before=before[run],
-                    bounds=metadata.cu_seqlens_q[run] - tokens.start,
-                ),
+        for together in requests_together(lengths, self._staged_tokens):
+            tokens, first = slice(new_ends[together.start], new_ends[together.stop]), ends[together.start]
+            new = NewLatents(
+                latents=latents[tokens],
+                slots=forward_batch.out_cache_loc[tokens],
+                all_slots=None if slots is None else slots[first : ends[together.stop]],
+                positions=metadata.dsa_seqlens_expanded[tokens] - 1,
+                numbers=metadata.token_to_batch_idx[tokens] - together.start,
+                first_places=metadata.topk_indices_offset[tokens] - first,
+                requests=forward_batch.req_pool_indices[together],
+                before=before[together],
+                bounds=metadata.cu_seqlens_q[together] - tokens.start,
             )
+            yield tokens, first, new
 
     def _store(
         self, k: Tensor, k_rope: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool,

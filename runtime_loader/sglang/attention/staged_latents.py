@@ -21,15 +21,15 @@ _READ_TOKENS: Final = 8192
 """The tokens whose rows are read back at once."""
 
 
-def runs_of(lengths: Sequence[int], most_tokens: int) -> list[slice]:
-    """The runs of requests that have at most so many tokens together; a request that has more is a run of its own."""
-    runs, first, total = [], 0, 0
+def requests_together(lengths: Sequence[int], most_tokens: int) -> list[slice]:
+    """The requests that have at most so many tokens together, in order; one that has more stands alone."""
+    slices, first, total = [], 0, 0
     for number, length in enumerate(lengths):
         if number > first and total + length > most_tokens:
-            runs.append(slice(first, number))
+            slices.append(slice(first, number))
             first, total = number, 0
         total += length
-    return [*runs, slice(first, len(lengths))] if lengths else []
+    return [*slices, slice(first, len(lengths))] if lengths else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class NewLatents:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentStage:
+class LatentStaging:
     """The staging of a layer's latents.
 
     Attributes:

@@ -15,7 +15,7 @@ from kvtuner.runtime_loader.exact_ring import ExactRings, NewTokens
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat
 from kvtuner.runtime_loader.sglang.attention import staged_latents
-from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStage, NewLatents, runs_of
+from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStaging, NewLatents, requests_together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ WINDOWS = [None, ExactWindow(5, 0), ExactWindow(0, 3), ExactWindow(4, 2)]
 
 
 @pytest.mark.parametrize(
-    ("lengths", "most", "runs"),
+    ("lengths", "most", "together"),
     [
         ([], 10, []),
         ([4], 10, [[4]]),
@@ -37,8 +37,8 @@ WINDOWS = [None, ExactWindow(5, 0), ExactWindow(0, 3), ExactWindow(4, 2)]
         ([3, 3, 3], 100, [[3, 3, 3]]),
     ],
 )
-def test_requests_that_fit_together_are_one_run(lengths: list[int], most: int, runs: list[list[int]]) -> None:
-    assert [lengths[run] for run in runs_of(lengths, most)] == runs
+def test_requests_are_together_that_fit(lengths: list[int], most: int, together: list[list[int]]) -> None:
+    assert [lengths[each] for each in requests_together(lengths, most)] == together
 
 
 class Batch:
@@ -63,7 +63,7 @@ class Batch:
                 tokens = NewTokens(slot[None], torch.tensor([0, 0]), torch.tensor([0, past]))
                 ring.store(tokens, *latents[:past].split((RANK, ROPE), dim=-1))
             ring.positions[2, :1] = -1  # a token that came from a prefix cache has no copy
-        self.stage, self.before = LatentStage(LatentAttention(), (keys, values), ring), before
+        self.staging, self.before = LatentStaging(LatentAttention(), (keys, values), ring), before
         self.positions = torch.tensor(
             [position for past, length in zip(before, lengths, strict=True) for position in range(past, length)]
         )
@@ -74,26 +74,26 @@ class Batch:
             self.selected[row, : len(some)] = some.int()
             self.selected[row, 0] = position
 
-    def new(self, run: slice) -> tuple[slice, NewLatents]:
+    def new(self, together: slice) -> tuple[slice, NewLatents]:
         """The new tokens of some requests, and their numbers among all."""
         bounds, first = [0, *torch.tensor(NEW).cumsum(0).tolist()], [0]
-        for length in (len(self.exact[request]) for request in range(3)[run]):
+        for length in (len(self.exact[request]) for request in range(3)[together]):
             first.append(first[-1] + length)
-        tokens = slice(bounds[run.start], bounds[run.stop])
-        numbers = self.numbers[tokens] - run.start
-        fresh = [latents[past:] for latents, past in zip(self.exact[run], self.before[run], strict=True)]
-        slots = [of_one[past:] for of_one, past in zip(self.slots[run], self.before[run], strict=True)]
+        tokens = slice(bounds[together.start], bounds[together.stop])
+        numbers = self.numbers[tokens] - together.start
+        fresh = [latents[past:] for latents, past in zip(self.exact[together], self.before[together], strict=True)]
+        slots = [of_one[past:] for of_one, past in zip(self.slots[together], self.before[together], strict=True)]
         return tokens, NewLatents(
-            latents=torch.cat(fresh), slots=torch.cat(slots), all_slots=torch.cat(self.slots[run]),
+            latents=torch.cat(fresh), slots=torch.cat(slots), all_slots=torch.cat(self.slots[together]),
             positions=self.positions[tokens], numbers=numbers, first_places=torch.tensor(first)[numbers],
-            requests=self.requests[run], before=torch.tensor(self.before[run]),
-            bounds=torch.tensor(bounds[run.start : run.stop]) - bounds[run.start],
+            requests=self.requests[together], before=torch.tensor(self.before[together]),
+            bounds=torch.tensor(bounds[together.start : together.stop]) - bounds[together.start],
         )  # fmt: skip
 
     def wanted(self, token: int, position: int, *, is_fresh: bool) -> Tensor:
         """The latent that a new token reads of a position in its request."""
         request, query = int(self.numbers[token]), int(self.positions[token])
-        ring, is_new = self.stage.copies, position >= self.before[request]
+        ring, is_new = self.staging.copies, position >= self.before[request]
         if is_new and is_fresh:
             return self.exact[request][position]
         if ring is not None:
@@ -102,7 +102,7 @@ class Batch:
             if in_window and (is_new or position in ring.positions[slot].tolist()):
                 return self.exact[request][position]
         slots = self.slots[request][position][None]
-        return torch.cat([stored.read(slots, torch.float32)[0] for stored in self.stage.rows], dim=-1)
+        return torch.cat([stored.read(slots, torch.float32)[0] for stored in self.staging.rows], dim=-1)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -113,11 +113,11 @@ def test_new_tokens_read_rows_copies_and_one_another(
 ) -> None:
     monkeypatch.setattr(staged_latents, "_READ_TOKENS", 7)
     batch, seen = Batch(window), 0
-    for run in runs_of(LENGTHS, most):
-        tokens, new = batch.new(run)
+    for together in requests_together(LENGTHS, most):
+        tokens, new = batch.new(together)
         selected = batch.selected[tokens]
         places = torch.where(selected >= 0, selected + new.first_places[:, None].int(), selected)
-        staged, found = batch.stage.of_requests(new, places, is_fresh=is_fresh)
+        staged, found = batch.staging.of_requests(new, places, is_fresh=is_fresh)
         assert torch.equal(found < 0, selected < 0)
         for row, token in enumerate(range(tokens.start, tokens.stop)):
             for column, position in enumerate(selected[row].tolist()):
@@ -135,7 +135,7 @@ def test_without_a_prefix_new_tokens_are_all_there_is(window: ExactWindow | None
     tokens, new = batch.new(slice(0, 3))
     new = replace(new, all_slots=None)
     places = torch.where(batch.selected >= 0, batch.selected + new.first_places[:, None].int(), batch.selected)
-    staged, found = batch.stage.of_requests(new, places, is_fresh=is_fresh)
+    staged, found = batch.staging.of_requests(new, places, is_fresh=is_fresh)
     for token in range(tokens.stop):
         for column, position in enumerate(batch.selected[token].tolist()):
             if position >= 0:
@@ -151,11 +151,11 @@ def test_a_query_for_each_request_reads_rows_and_copies(window: ExactWindow) -> 
         for column, position in enumerate(batch.selected[last[request]].tolist()):
             if position >= 0:
                 slots[request, column] = batch.slots[request][position].int()
-    staged, found = batch.stage.of_selection(
+    staged, found = batch.staging.of_selection(
         slots, batch.selected[last], batch.positions[last], batch.requests, torch.float32
     )
     assert torch.equal(found < 0, slots < 0)
-    ring = batch.stage.copies
+    ring = batch.staging.copies
     assert ring is not None
     for request in range(3):
         for column, position in enumerate(batch.selected[last[request]].tolist()):
@@ -165,6 +165,6 @@ def test_a_query_for_each_request_reads_rows_and_copies(window: ExactWindow) -> 
             in_window = position > query - window.residual_length or position < window.sinks
             is_copied = in_window and position in kept
             at = slots[request, column][None].long()
-            rows = torch.cat([stored.read(at, torch.float32)[0] for stored in batch.stage.rows], dim=-1)
+            rows = torch.cat([stored.read(at, torch.float32)[0] for stored in batch.staging.rows], dim=-1)
             wanted = batch.exact[request][position] if is_copied else rows
             assert torch.equal(staged[found[request, column]], wanted), (request, position)
