@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from served_layers.sparse_latents import SPARSE, TOPK, round_index, select_all
 from served_layers.two_kinds import number, packed_bytes
+from tiny.small_search import SMALL, TRIALS
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fixture_types import (
         Agreement,
         Compare,
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
         ProfileOf,
         Prompts,
         Refused,
+        RunCommand,
         SaveProfile,
         Serve,
     )
@@ -103,6 +108,26 @@ def test_queries_read_what_the_index_selects_for_them(
         assert agreement.typical < 1e-6, (at_once, in_chunks, dense)
         assert agreement.divergence < dense.divergence / 10, (at_once, in_chunks, dense)
     assert dense.divergence > 0.1
+
+
+@pytest.mark.full
+def test_what_a_search_exports_by_default_is_served(
+    run: RunCommand, corpus_file: Path, serve: Serve, compare: Compare, model_folder: ModelFolder, prompts: Prompts,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """An exact window among others, and the transforms that it chose."""
+    folder = model_folder("glm-moe-dsa", **SPARSE["glm-moe-dsa"], kv_lora_rank=256)
+    options = ("--data", corpus_file, *SMALL, *TRIALS, "--out", tmp_path, "--budget", "7bit")
+    status, _, error = run("search", "--model", folder, *options)
+    assert status == 0, error
+    profile = load_profile(tmp_path / "profile.json")
+    assert profile.window == ExactWindow(32)
+    flags = ("--kvtuner-profile", str(tmp_path / "profile.json"), "--chunked-prefill-size", "192")
+    with serve(folder, *flags) as server:
+        agreement = compare(server, folder, profile, prompts(5, 109, TOPK + 1), 16, of_prompts=True, alter=round_index)
+    assert agreement.own > 1e-3
+    assert agreement.typical < 1e-6, agreement
+    assert agreement.divergence < agreement.own / 10, agreement
 
 
 @pytest.mark.parametrize("name", FAMILIES)
