@@ -16,7 +16,7 @@ from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
 from kvtuner.runtime_loader.sglang.attention.selected_tokens import as_lists
-from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStaging, NewLatents, requests_together
+from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStaging, StagedRequests, requests_together
 from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import (
     DeepseekSparseAttnBackend,
     TopkTransformMethod,
@@ -29,8 +29,6 @@ from kvtuner.runtime_loader.sglang.process_state import refusing
 from kvtuner.runtime_loader.workspaces import WORKSPACE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -60,9 +58,12 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
             self.attention.prepare(layers, self.num_q_heads, runner.req_to_token_pool.size)
         self._is_fresh = self.pool.rank_state.attend == "fresh"
         channels = sum(self.pool.shape_of_layer()[1:])
-        self._staged_tokens = WORKSPACE_BYTES // (channels * self.pool.model_dtype.itemsize)
-        if self.pool.rank_state.profile.window.num_tokens:
+        self._most_staged = WORKSPACE_BYTES // (channels * self.pool.model_dtype.itemsize)
+        self._num_copies = self.pool.rank_state.profile.window.num_tokens
+        self._together: list[StagedRequests] = []
+        if self._num_copies:
             self.use_fused_topk = False  # which gives slots where a window asks for positions
+        self.supports_mha_one_shot = False  # by which SGLang reads short prompts otherwise than a packed pool can
 
     def get_topk_transform_method(self, forward_mode: Any = None) -> TopkTransformMethod:
         """Let the index count tokens by their place among all of the batch where latents are staged so."""
@@ -79,23 +80,24 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         """
         if layer.layer_id == self.pool.start_layer:
             self.pool.forget_former_requests()
+            self._together = self._staged_together(forward_batch)
         selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
-        latents = torch.cat((k, k_rope), dim=-1)
-        q, first = _joined_queries(q, q_rope, layer), self.forward_metadata.topk_indices_offset
-        # Layers may share what was selected, so it stays as it is. The index may have counted from request to request.
-        places = torch.where(selected >= 0, selected + (0 if self.use_fused_topk else first[:, None]), selected)
+        q, latents = _joined_queries(q, q_rope, layer), torch.cat((k, k_rope), dim=-1)
         staging, outputs = self._staging(layer), []
-        for tokens, first_place, new in self._staged_together(forward_batch, latents):
-            own = torch.where(places[tokens] >= 0, places[tokens] - first_place, -1)
-            staged, own = staging.of_requests(new, own, is_fresh=self._is_fresh)
-            outputs.append(self._attend(q[tokens], staged, own, tokens, layer))
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        for some in self._together:
+            # An index that has looked nothing up counts from the first token of each request.
+            first = some.first_places[:, None] if not self.use_fused_topk else -some.first_place
+            # Layers may share what was selected, so it stays as it is.
+            own = selected[some.new]
+            places = torch.where(own >= 0, own + first, -1)
+            staged, places = staging.of_requests(some, latents[some.new], places, is_fresh=self._is_fresh)
+            outputs.append(self._attend(q[some.new], staged, places, some.new, layer))
         if staging.copies is not None:
             past = (forward_batch.seq_lens - forward_batch.extend_seq_lens).cumsum(0)
             bounds = torch.nn.functional.pad(past, (1, 0)), self.forward_metadata.cu_seqlens_q
-            stored = NewTokens(forward_batch.req_pool_indices, *bounds)
-            self.attention.store_copies(staging.copies, stored, *self.pool.new_states(latents, latents))
-        return torch.nn.functional.pad(output, (0, 0, 0, 0, 0, len(q) - len(output)))  # of tokens that fill a batch
+            new = NewTokens(forward_batch.req_pool_indices, *bounds)
+            self.attention.store_copies(staging.copies, new, *self.pool.new_states(latents, latents))
+        return _joined_outputs(outputs, len(q))
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
@@ -104,7 +106,8 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         """Attend as SGLang's method does, over the selected tokens, the new one's among them."""
         selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
         q, staging = _joined_queries(q, q_rope, layer), self._staging(layer)
-        slots = slots_of_decode(self, selected, len(q))
+        selected = self._pad_topk_indices(selected, len(q))
+        slots = slots_of_decode(self, selected)
         if staging.copies is None:
             output: Tensor = self.attention.decode(q, *staging.rows, *as_lists(slots), ScoreScaling(layer.scaling))
             return output
@@ -112,12 +115,11 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         requests, rows = forward_batch.req_pool_indices, self.forward_metadata.cu_seqlens_k
         new = NewTokens(requests, rows)
         self.attention.store_copies(staging.copies, new, *self.pool.new_states(latents, latents))
-        selected, positions = self._pad_topk_indices(selected, len(q)), rows[: len(q) + 1].diff() - 1
-        outputs = []
-        for some in requests_together([slots.shape[1]] * len(q), self._staged_tokens):
+        positions, outputs = rows[: len(q) + 1].diff() - 1, []
+        for some in requests_together([slots.shape[1] + self._num_copies] * len(q), self._most_staged):
             staged, places = staging.of_selection(slots[some], selected[some], positions[some], requests[some], q.dtype)
             outputs.append(self._attend(q[some], staged, places, some, layer))
-        return torch.cat(outputs)
+        return _joined_outputs(outputs, len(q))
 
     def _attend(self, q: Tensor, staged: Tensor, places: Tensor, queries: slice, layer: Any) -> Tensor:
         """Attention of some queries of a batch to staged latents at places [queries, most] of their own."""
@@ -132,26 +134,32 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         rows: tuple[PackedRows, PackedRows] = self.pool.keys[local], self.pool.values[local]
         return LatentStaging(self.attention, rows, self.pool.copies_of(layer.layer_id))
 
-    def _staged_together(self, forward_batch: Any, latents: Tensor) -> Iterator[tuple[slice, int, NewLatents]]:
-        """The new tokens of requests that are staged together, and the place of the first of all their tokens."""
+    def _staged_together(self, forward_batch: Any) -> list[StagedRequests]:
+        """The requests of a batch that are staged together, for all layers of a forward."""
         metadata, slots = self.forward_metadata, self.forward_metadata.page_table_1_flattened
         lengths = forward_batch.seq_lens_cpu.tolist()
         ends, new_ends = ([0, *accumulate(each)] for each in (lengths, forward_batch.extend_seq_lens_cpu))
         before = forward_batch.seq_lens - forward_batch.extend_seq_lens
-        for together in requests_together(lengths, self._staged_tokens):
-            tokens, first = slice(new_ends[together.start], new_ends[together.stop]), ends[together.start]
-            new = NewLatents(
-                latents=latents[tokens],
-                slots=forward_batch.out_cache_loc[tokens],
-                all_slots=None if slots is None else slots[first : ends[together.stop]],
-                positions=metadata.dsa_seqlens_expanded[tokens] - 1,
-                numbers=metadata.token_to_batch_idx[tokens] - together.start,
-                first_places=metadata.topk_indices_offset[tokens] - first,
-                requests=forward_batch.req_pool_indices[together],
-                before=before[together],
-                bounds=metadata.cu_seqlens_q[together] - tokens.start,
+
+        def staged(some: slice) -> StagedRequests:
+            new, first = slice(new_ends[some.start], new_ends[some.stop]), ends[some.start]
+            return StagedRequests(
+                new=new,
+                first_place=first,
+                slots=forward_batch.out_cache_loc[new],
+                all_slots=None if slots is None else slots[first : ends[some.stop]],
+                positions=metadata.dsa_seqlens_expanded[new] - 1,
+                numbers=metadata.token_to_batch_idx[new] - some.start,
+                first_places=metadata.topk_indices_offset[new] - first,
+                requests=forward_batch.req_pool_indices[some],
+                before=before[some],
+                bounds=metadata.cu_seqlens_q[some] - new.start,
             )
-            yield tokens, first, new
+
+        return [
+            staged(some)
+            for some in requests_together([length + self._num_copies for length in lengths], self._most_staged)
+        ]
 
     def _store(
         self, k: Tensor, k_rope: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool,
@@ -178,3 +186,11 @@ def _joined_queries(q: Tensor, q_rope: Tensor | None, layer: Any) -> Tensor:
         return q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
     parts = (q.view(-1, layer.tp_q_head_num, layer.v_head_dim), q_rope)
     return torch.cat((parts[0], parts[1].view(len(parts[0]), layer.tp_q_head_num, -1)), dim=-1)
+
+
+def _joined_outputs(outputs: list[Tensor], num_queries: int) -> Tensor:
+    """The outputs of all queries, with zeros for those that only fill a batch."""
+    filling = num_queries - sum(map(len, outputs))
+    if filling:
+        outputs = [*outputs, outputs[0].new_zeros(filling, *outputs[0].shape[1:])]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

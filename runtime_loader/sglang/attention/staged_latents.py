@@ -33,22 +33,24 @@ def requests_together(lengths: Sequence[int], most_tokens: int) -> list[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class NewLatents:
-    """The new tokens of some requests of a batch.
+class StagedRequests:
+    """Some requests of a batch, one after the other, which have new tokens.
 
     Attributes:
-        latents: The latents of new tokens as they are, [tokens, 1, channels of both parts].
-        slots: The token slots that they were stored at, [tokens].
+        new: The numbers of their new tokens, among those of the batch.
+        first_place: The place of the first of all their tokens, among those of the batch.
+        slots: The token slots that new tokens were stored at, [tokens].
         all_slots: Those of all tokens of the requests, one request after the other; None where all of them are new.
         positions: The positions of new tokens, [tokens].
         numbers: The number of each one's request, [tokens].
-        first_places: The place of the first token of that request among all of them, [tokens].
+        first_places: The place of the first token of that request among all of these requests, [tokens].
         requests: The slots of the requests, [requests].
         before: The tokens that each had before, [requests].
         bounds: [requests]; the new tokens of request r begin at ``bounds[r]``.
     """
 
-    latents: Tensor
+    new: slice
+    first_place: int
     slots: Tensor
     all_slots: Tensor | None
     positions: Tensor
@@ -73,40 +75,42 @@ class LatentStaging:
     rows: tuple[PackedRows, PackedRows]
     copies: ExactRing | None
 
-    def of_requests(self, new: NewLatents, places: Tensor, *, is_fresh: bool) -> tuple[Tensor, Tensor]:
+    def of_requests(
+        self, staged: StagedRequests, latents: Tensor, places: Tensor, *, is_fresh: bool
+    ) -> tuple[Tensor, Tensor]:
         """All latents of requests, and the places of those that new tokens read.
 
         Args:
-            new: The new tokens.
+            staged: The requests.
+            latents: The latents of new tokens as they are, [tokens, 1, channels of both parts].
             places: The places of what each reads, among all tokens of the requests, [tokens, most], -1 for none.
             is_fresh: Whether new tokens read one another as they are, and not as they were stored.
 
         Returns:
             Latents [at least all tokens, 1, channels of both parts], and places among these.
         """
-        slots = new.slots if new.all_slots is None else new.all_slots
-        num_tokens, latents = len(slots), new.latents
-        is_new_alone = is_fresh and new.all_slots is None
+        slots = staged.slots if staged.all_slots is None else staged.all_slots
+        num_tokens, is_new_alone = len(slots), is_fresh and staged.all_slots is None
         if is_new_alone and self.copies is None:
             return latents, places
         apart = 0 if is_fresh or self.copies is None else len(latents)
-        num_copies = self._num_copies(new.requests)
-        staged = latents.new_empty(num_tokens + num_copies + apart, *latents.shape[1:])
+        num_copies = self._num_copies(staged.requests)
+        out = latents.new_empty(num_tokens + num_copies + apart, *latents.shape[1:])
         if is_new_alone:
-            staged[:num_tokens] = latents
+            out[:num_tokens] = latents
         else:
-            self._read(slots, staged[:num_tokens])
+            self._read(slots, out[:num_tokens])
             if is_fresh:
-                staged[(new.first_places + new.positions).long()] = latents
+                out[(staged.first_places + staged.positions).long()] = latents
         if self.copies is None:
-            return staged, places
-        self._copy(new.requests, staged[num_tokens : num_tokens + num_copies])
+            return out, places
+        self._copy(staged.requests, out[num_tokens : num_tokens + num_copies])
         new_places = None
         if apart:
-            staged[num_tokens + num_copies :] = latents
-            new_places = NewPlaces(new.before, num_tokens + num_copies + new.bounds - new.before)
-        exact = ExactPlaces(self.copies, new.requests, num_tokens, new_places)
-        return staged, exact.of(places, places - new.first_places[:, None], new.positions, new.numbers)
+            out[num_tokens + num_copies :] = latents
+            new_places = NewPlaces(staged.before, num_tokens + num_copies + staged.bounds - staged.before)
+        exact = ExactPlaces(self.copies, staged.requests, num_tokens, new_places)
+        return out, exact.of(places, places - staged.first_places[:, None], staged.positions, staged.numbers)
 
     def of_selection(
         self, slots: Tensor, selected: Tensor, positions: Tensor, requests: Tensor, dtype: torch.dtype
@@ -139,8 +143,8 @@ class LatentStaging:
 
     def _read(self, slots: Tensor, out: Tensor) -> None:
         """Read both parts of the latents of token slots back into `out` [tokens, 1, channels]."""
+        channels = [stored.format.head_dim for stored in self.rows]
         for some, target in zip(slots.split(_READ_TOKENS), out.split(_READ_TOKENS), strict=True):
-            channels = [stored.format.head_dim for stored in self.rows]
             for stored, part in zip(self.rows, target.split(channels, dim=-1), strict=True):
                 part.copy_(self.attention.read(stored, some, out.dtype))
 

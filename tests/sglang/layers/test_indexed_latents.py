@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,6 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fixture_types import (
         Agreement,
         Compare,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         Prompts,
         Refused,
         RunCommand,
+        RunProgram,
         SaveProfile,
         Serve,
     )
@@ -232,3 +232,8 @@ def test_an_index_that_sglang_reads_otherwise_is_refused(
 ) -> None:
     folder, flag = model_folder(name, **FAMILIES[name]), "--json-model-override-args"
     assert refused(folder, "--enable-kvtuner-quant", flag, json.dumps(overrides)).startswith(line)
+
+
+def test_requests_that_do_not_fit_together_are_staged_one_after_the_other(run_program: RunProgram) -> None:
+    done = run_program(str(Path(__file__).parents[1] / "programs/indexed_program.py"))
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -33,9 +33,11 @@ def on_sparse_backend(make: Callable[[Any], Any | None]) -> None:
     build_by(INDEX_BACKEND, make)
 
 
-def slots_of_decode(backend: DeepseekSparseAttnBackend, topk_indices: Tensor, num_queries: int) -> Tensor:
+def slots_of_decode(backend: DeepseekSparseAttnBackend, selected: Tensor) -> Tensor:
     """The token slots [queries, most] that an index has selected for decoding queries, -1 where they are fewer."""
-    slots: Tensor = backend._pad_topk_indices(topk_indices, num_queries)
-    if not backend.use_fused_topk:  # of which the index gives token slots
-        slots = transform_index_page_table_decode(page_table=backend.forward_metadata.page_table_1, topk_indices=slots)
+    if backend.use_fused_topk:  # the index has looked slots up
+        return selected
+    slots: Tensor = transform_index_page_table_decode(
+        page_table=backend.forward_metadata.page_table_1, topk_indices=selected
+    )
     return slots
