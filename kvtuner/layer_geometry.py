@@ -18,9 +18,9 @@ MAX_WINDOW: Final = 2**31 - 1
 _NATIVE_PAIR: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OF_MODELS: Final = ("num_layers", "num_shared_layers")
 _TUNED: Final = ("full", "latent")
-SCALED_CHANNELS: Final = 128
-"""The channels of fp8 that SGLang gives a scale of 4 bytes, where layers have an index."""
 """The kinds of layers that read all tokens, whose precision is chosen."""
+_SCALED_CHANNELS: Final = 128
+"""The channels of fp8 that SGLang gives a scale of 4 bytes, where layers have an index."""
 _KIND: Final = re.compile(r"(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 
 
@@ -126,7 +126,7 @@ class LayerGeometry:
 
     @property
     def scaled_index_bytes(self) -> int:
-        """Those that SGLang keeps of it: fp8, with a scale for every `SCALED_CHANNELS`."""
+        """Those that SGLang keeps of it: fp8, with a scale for every 128 channels."""
         return scaled_bytes(self.index_dim)
 
     def native_bytes(self, tp_size: int = 1) -> int:
@@ -141,7 +141,7 @@ class LayerGeometry:
 
 def scaled_bytes(channels: int) -> int:
     """The bytes of channels that SGLang keeps in fp8 with scales, where layers have an index."""
-    return channels + channels // SCALED_CHANNELS * 4
+    return channels + channels // _SCALED_CHANNELS * 4
 
 
 def index_text(index_dim: int) -> str:

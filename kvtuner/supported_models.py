@@ -24,7 +24,7 @@ _OTHER_CACHES: Final = {
 _READS_LATER: Final[Mapping[str, tuple[object, ...]]] = {
     "use_bidirectional_attention": (True, "all"), "is_causal": (False,),
 }  # fmt: skip
-"""The fields, and their values, by which transformers lets tokens of text read later ones; images alone may."""
+"""The fields, and their values, by which transformers lets tokens of text read later ones, as those of images may."""
 _SHARED: Final = "num_kv_shared_layers"
 """The number of last layers that read the keys and values of the last layer of their type before them."""
 _READS_ANOTHER: Final = "layers that read another layer's keys"

@@ -21,10 +21,11 @@ DECODED_PARTS: Final = 4096
 """The most parts of all requests that decode at once, on any device of the launch table."""
 DECODED_LATENT_PARTS: Final = 1024
 """The same of latents, of which a processor holds one program: requests have as many as `Device.splits` gives them."""
+INDEXED_PAGE_SIZE: Final = 64
+"""The tokens of a page of SGLang's where layers have an index."""
 _FLOAT_BYTES: Final = 4
 _INDEX_BYTES: Final = 8
 _SLOT_BYTES: Final = 4
-_INDEXED_PAGE: Final = 64
 _NATIVE_BYTES: Final = 2
 
 
@@ -40,8 +41,9 @@ class AttentionShape:
         chunk_tokens: The most new tokens of a forward.
         graph_requests: The requests of the largest CUDA graph of decoding, 0 without graphs.
         context_length: The tokens that a request may have.
-        has_window: Whether the profile keeps an exact window.
-        has_index: Whether an index selects the latents that queries read, of which attention stages some.
+        window_tokens: The tokens of a request that the profile keeps exactly, 0 without an exact window.
+        rope_dim: The rotary channels beside a latent.
+        index_topk: The latents that an index selects for a query, of which attention stages some; 0 without one.
     """
 
     num_heads: int
@@ -52,13 +54,14 @@ class AttentionShape:
     chunk_tokens: int
     graph_requests: int
     context_length: int
-    has_window: bool
-    has_index: bool = False
+    window_tokens: int
+    rope_dim: int = 0
+    index_topk: int = 0
 
     @classmethod
     def of(
         cls, geometry: ModelGeometry, *, tp_size: int, chunk_tokens: int, graph_requests: int, context_length: int,
-        has_window: bool, has_index: bool = False,
+        window_tokens: int, index_topk: int = 0,
     ) -> AttentionShape:  # fmt: skip
         """The shape of one of `tp_size` ranks of a model."""
         heads, kv_heads = (
@@ -69,7 +72,7 @@ class AttentionShape:
             outputs, parts = geometry.head_dim, DECODED_LATENT_PARTS
         return cls(
             heads, kv_heads, geometry.head_dim, outputs, parts, chunk_tokens, graph_requests, context_length,
-            has_window, has_index,
+            window_tokens, geometry.rope_dim, index_topk,
         )  # fmt: skip
 
 
@@ -82,12 +85,12 @@ def attention_bytes(shape: AttentionShape) -> int:
     channels = shape.head_dim + shape.v_head_dim
     fresh = shape.chunk_tokens * shape.num_kv_heads * channels * _NATIVE_BYTES
     # The least splits of an extend are one part, beside that of new tokens, and those of copies and of stored tokens.
-    parts = 4 if shape.has_window else 2
+    parts = 4 if shape.window_tokens else 2
     partials = shape.chunk_tokens * shape.num_heads * (parts * (shape.v_head_dim + 1) * _FLOAT_BYTES)
     queries = shape.chunk_tokens * shape.num_heads * (shape.head_dim * _NATIVE_BYTES + _FLOAT_BYTES)
     read_back = WORKSPACE_BYTES + fresh
-    of_chunk = read_back if shape.has_index else max(read_back, partials + queries)
-    return of_chunk + decode_scratch_bytes(shape) + slot_table_bytes(shape)
+    of_chunk = read_back if shape.index_topk else max(read_back, partials + queries)
+    return of_chunk + decode_scratch_bytes(shape) + slot_table_bytes(shape) + staged_in_graphs_bytes(shape)
 
 
 def decode_scratch_bytes(shape: AttentionShape) -> int:
@@ -102,7 +105,16 @@ def slot_table_bytes(shape: AttentionShape) -> int:
 
     Beside an index it keeps pages, and slots where positions are selected.
     """
-    if shape.has_index:
-        pages = -(-shape.context_length // _INDEXED_PAGE)
-        return shape.graph_requests * (pages + shape.has_window * shape.context_length) * _SLOT_BYTES
+    if shape.index_topk:
+        pages = -(-shape.context_length // INDEXED_PAGE_SIZE)
+        slots = shape.context_length if shape.window_tokens else 0
+        return shape.graph_requests * (pages + slots) * _SLOT_BYTES
     return shape.graph_requests * shape.context_length * _INDEX_BYTES
+
+
+def staged_in_graphs_bytes(shape: AttentionShape) -> int:
+    """The bytes of the latents that decoding stages under an exact window, which a graph keeps for itself."""
+    if not (shape.index_topk and shape.window_tokens):
+        return 0
+    of_request = (shape.index_topk + shape.window_tokens) * (shape.head_dim + shape.rope_dim) * _NATIVE_BYTES
+    return min(shape.graph_requests * of_request, max(WORKSPACE_BYTES, of_request))

@@ -55,14 +55,14 @@ def _sum_in_lanes(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def loaded_slots(slots_ptr, tokens, last):
+def _loaded_slots(slots_ptr, tokens, last):
     """The slots of a block of tokens, [TOKENS]."""
     # Past the end slot 0 is read, whatever it holds: a log2 of -inf hides it, so that codes need no mask of tokens.
     return tl.load(slots_ptr + tokens, mask=tokens < last, other=0).to(tl.int32)
 
 
 @triton.jit
-def group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
+def _group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
     """The weights of a group's codes, [TOKENS, TILE]."""
     if GROUPS > 1:  # in them is the largest scale of the groups; this group's is at most that
         scaled_weights *= to_columns(grids[group][0] * inverse, scaled_weights.shape[1])  # [TOKENS, TILE]
@@ -139,7 +139,7 @@ def _add_values(
         units = ()
         thirds = ()
         rounded = ()
-        weights = for_each(group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TOKENS, TILE]
+        weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TOKENS, TILE]
         min_sums = for_each(
             _shrunk_offset_sum, GROUPS, (scaled_weights, weights, grids, inverse, min_sums, shrink, WORD)
         )
@@ -244,7 +244,7 @@ def decode_split(
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([LANES, TILE], tl.float32)  # [LANES, TILE]
     slots_ptr += begin
-    next_slots = loaded_slots(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
+    next_slots = _loaded_slots(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
@@ -284,7 +284,7 @@ def decode_split(
         )  # fmt: skip
         # The next block's, carried over in registers: loaded by the block that needs them, they would take up one of
         # the pipeline's stages, and rows would have one buffer where they have two.
-        next_slots = loaded_slots(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = _loaded_slots(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
     total = tl.sum(total, 0)  # [TILE]
     out = partial_ptr + place[None, :] * V_DIM + v_unit[:, None]  # [V_UNITS, TILE]
     _store_partial(out, acc, min_sums, total, mask_pairs[None, :] & mask_v[:, None], V_DIM, V_BITS, V_GROUPS, V_WORD)

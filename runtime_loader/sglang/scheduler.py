@@ -16,7 +16,7 @@ from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import LayerFormat, pool_formats
 from kvtuner.runtime_loader.sglang.compat.capacity import RankBytes, chunk_tokens, graph_requests, on_capacity
 from kvtuner.runtime_loader.sglang.compat.lmcache import on_lmcache
-from kvtuner.runtime_loader.sglang.compat.model import has_attention_sinks, has_index
+from kvtuner.runtime_loader.sglang.compat.model import has_attention_sinks, selected_tokens
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool, on_stored_layers
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
@@ -237,8 +237,8 @@ def _workspace_bytes(kvc: Any) -> int:
         AttentionShape.of(
             profile.tuned_geometry(), tp_size=ranks().tp_size,
             chunk_tokens=chunk_tokens(), graph_requests=graph_requests(),
-            context_length=kvc.model_config.context_len, has_window=profile.window.num_tokens > 0,
-            has_index=has_index(kvc.model_config),
+            context_length=kvc.model_config.context_len, window_tokens=profile.window.num_tokens,
+            index_topk=selected_tokens(kvc.model_config),
         )
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from kvtuner.runtime_loader.workspaces import (
     attention_bytes,
     decode_scratch_bytes,
     slot_table_bytes,
+    staged_in_graphs_bytes,
 )
 from kvtuner.transforms import TransformKind
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-LLAMA = AttentionShape(32, 8, 128, 128, DECODED_PARTS, 8192, 256, context_length=131_072, has_window=False)
+LLAMA = AttentionShape(32, 8, 128, 128, DECODED_PARTS, 8192, 256, context_length=131_072, window_tokens=0)
 MOST_PROCESSORS = 160
 """More than the 148 of a B200."""
 
@@ -117,7 +118,9 @@ def test_decoding_latents_takes_what_is_reserved_and_no_less(
         numbers = torch.empty(num_requests + 1, dtype=torch.int32, device="meta")
         attention.decode(q, latents, rotary, numbers, numbers, ScoreScaling(0.1), window=WindowReads(ring, numbers))
     geometry = ModelGeometry(61, num_heads, 1, 512, 0, rope_dim=64)
-    sizes = {name: getattr(LLAMA, name) for name in ("chunk_tokens", "graph_requests", "context_length", "has_window")}
+    sizes = {
+        name: getattr(LLAMA, name) for name in ("chunk_tokens", "graph_requests", "context_length", "window_tokens")
+    }
     reserved = decode_scratch_bytes(AttentionShape.of(geometry, tp_size=1, **sizes))
     assert WatchedScratch.most <= attention._scratch._buffer.nbytes <= reserved
     # Native latents have no queries of their own; all others take every byte but the room for alignment.
@@ -129,7 +132,7 @@ def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:
     kept = decode_scratch_bytes(LLAMA) + slot_table_bytes(LLAMA)
     assert attention_bytes(LLAMA) == WORKSPACE_BYTES + 8192 * 8 * 256 * 2 + kept
     # The parts of a long chunk of a model with many heads, in float32, and its queries in fp16 with their biases.
-    many = replace(LLAMA, num_heads=128, has_window=True)
+    many = replace(LLAMA, num_heads=128, window_tokens=32)
     kept = decode_scratch_bytes(many) + slot_table_bytes(many)
     assert attention_bytes(many) == 8192 * 128 * (4 * 129 * 4 + 2 * 128 + 4) + kept
     assert slot_table_bytes(LLAMA) == 256 << 20
@@ -137,9 +140,15 @@ def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:
 
 
 def test_beside_an_index_a_chunk_is_staged_and_a_graph_keeps_pages() -> None:
-    latents = replace(LLAMA, num_heads=128, num_kv_heads=1, head_dim=512, v_head_dim=512, has_index=True)
+    latents = replace(LLAMA, num_heads=128, num_kv_heads=1, head_dim=512, v_head_dim=512, rope_dim=64, index_topk=2048)
     kept = decode_scratch_bytes(latents) + 256 * 2048 * 4  # pages of 64 tokens in int32
     assert attention_bytes(latents) == WORKSPACE_BYTES + 8192 * 1024 * 2 + kept
-    windowed = replace(latents, has_window=True)
+    windowed = replace(latents, window_tokens=32)
     assert slot_table_bytes(windowed) == 256 * (2048 + 131_072) * 4
-    assert slot_table_bytes(replace(windowed, graph_requests=0)) == 0
+    of_request = (2048 + 32) * 576 * 2
+    assert attention_bytes(replace(windowed, graph_requests=8)) == (
+        WORKSPACE_BYTES + 8192 * 1024 * 2 + decode_scratch_bytes(windowed) + 8 * (2048 + 131_072) * 4 + 8 * of_request
+    )
+    assert staged_in_graphs_bytes(windowed) == WORKSPACE_BYTES < 256 * of_request
+    none = replace(windowed, graph_requests=0)
+    assert slot_table_bytes(none) == staged_in_graphs_bytes(none) == staged_in_graphs_bytes(latents) == 0

@@ -13,10 +13,11 @@ from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
 from kvtuner.pipeline.planning.state_cost import STATES_SHARE
-from kvtuner.pipeline.planning.window_cost import INDEXED, INDEXED_PAGE_SIZE, index_bytes_per_token, window_share
+from kvtuner.pipeline.planning.window_cost import INDEXED, index_bytes_per_token, window_share
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
+from kvtuner.runtime_loader.workspaces import INDEXED_PAGE_SIZE
 from kvtuner.supported_models import has_indexes
 
 if TYPE_CHECKING:
@@ -148,8 +149,10 @@ def assumptions(plan: CapacityPlan) -> list[str]:
         attention += "; every tensor-parallel rank holds whole latents (MLA)"
         attention += ", whose kernels ran on no GPU and refuse a B200"
     keys = index_bytes_per_token(plan.shape)
-    if keys:
-        attention += "; beside an index SGLang's plugin serves latents on an H100 or H200 alone"
+    is_known = plan.shape.architecture in INDEXED
+    if keys and is_known:
+        attention += "; beside an index SGLang's plugin serves latents on an H100 or H200 alone, and under an exact"
+        attention += " window (--residual-length above 0) unpacks what is selected in every step"
     page = f"{INDEXED_PAGE_SIZE} tokens" if keys else "one token"
     texts = [
         f"a server of SGLang 0.5.23 with {plan.server_flags}, pages of {page}, and defaults otherwise",
@@ -168,7 +171,6 @@ def assumptions(plan: CapacityPlan) -> list[str]:
             f" {count(math.ceil(native))} bytes more of each token"
         )
     if keys:
-        is_known = plan.shape.architecture in INDEXED
         kept = "as SGLang keeps them, in fp8" if is_known else "in fp8"
         texts.append(
             "bytes and bits are of latents; the keys by which an index selects what a query reads take"

@@ -16,6 +16,7 @@ from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
+from kvtuner.supported_models import num_selected_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +73,7 @@ class SchemeSizes:
         attention = AttentionShape.of(
             shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
             graph_requests=server.graph_requests, context_length=server.context_length,
-            has_window=quant.window.num_tokens > 0, has_index=self.index_bytes > 0,
+            window_tokens=quant.window.num_tokens, index_topk=num_selected_tokens(shape.config) or 0,
         )  # fmt: skip
         self.workspace_bytes = attention_bytes(attention)
 

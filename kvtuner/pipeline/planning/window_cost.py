@@ -25,8 +25,6 @@ APART: Final = frozenset({
 """The architectures whose windows SGLang keeps in a part of the pool of their own; of others it keeps all tokens."""
 INDEXED: Final = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
 """The architectures whose indexes SGLang has."""
-INDEXED_PAGE_SIZE: Final = 64
-"""The tokens of a page where layers have an index."""
 
 
 def window_share(architecture: str) -> float:

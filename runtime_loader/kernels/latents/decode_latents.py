@@ -76,7 +76,7 @@ def _words_of_block(
 
 @triton.jit
 def _group_weights(group, scaled_weights, unscaled, grids, GROUPS: tl.constexpr):
-    """The weights of a group's codes, [TOKENS, TILE], of those that have the largest scale and those that have none."""
+    """The weights of a group's codes, [TOKENS, TILE]: of several groups each has a scale of its own."""
     if GROUPS > 1:
         scaled_weights = unscaled * grids[group][0]  # [TOKENS, TILE]
     return scaled_weights

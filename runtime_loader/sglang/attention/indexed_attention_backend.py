@@ -17,12 +17,15 @@ from kvtuner.runtime_loader.exact_ring import NewTokens
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
 from kvtuner.runtime_loader.sglang.attention.selected_tokens import as_lists
 from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStaging, StagedRequests, requests_together
+from kvtuner.runtime_loader.sglang.compat.attention.loaded_layers import (
+    check_attention_layers,
+    read_absorbed,
+)
 from kvtuner.runtime_loader.sglang.compat.attention.sparse_backend import (
     DeepseekSparseAttnBackend,
     TopkTransformMethod,
     slots_of_decode,
 )
-from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import check_attention_layers, read_absorbed
 from kvtuner.runtime_loader.sglang.options.option_rules import SPARSE_KERNEL
 from kvtuner.runtime_loader.sglang.pools.indexed_pool import IndexedLatentPool
 from kvtuner.runtime_loader.sglang.process_state import refusing

@@ -14,14 +14,16 @@ from kvtuner.runtime_loader.sglang.attention.flash_prefill import PREFILL_VARIAB
 from kvtuner.runtime_loader.sglang.attention.shared_chunks import SharedChunk, SharedChunks
 from kvtuner.runtime_loader.sglang.attention.windows_and_chunks import WindowsAndChunks
 from kvtuner.runtime_loader.sglang.compat.attention.flash import check_flash, flash_attention
-from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import (
-    TritonAttnBackend,
+from kvtuner.runtime_loader.sglang.compat.attention.loaded_layers import (
     check_attention_layers,
     check_readers,
     check_windows,
     first_attention_layer,
-    let_text_run_beside_images,
     read_absorbed,
+)
+from kvtuner.runtime_loader.sglang.compat.attention.triton_backend import (
+    TritonAttnBackend,
+    let_text_run_beside_images,
     read_by_chunks,
     refuse_unserved,
 )

@@ -10,7 +10,7 @@ from sglang.srt.configs.model_config import (
     AttentionArch,
     dsa_layer_skips_topk,
     get_dsa_index_head_dim,
-    get_dsa_index_kpool,
+    get_dsa_index_topk,
     is_deepseek_dsa,
 )
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "chunk_of", "configuration_of", "has_attention_sinks", "has_index", "keeps_states", "model_config_of",
-    "reading_both_ways", "refuse_other_pools",
+    "reading_both_ways", "refuse_other_pools", "selected_tokens",
 ]  # fmt: skip
 
 WITH_IMAGES: Final = (
@@ -101,6 +101,7 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     attention = model_config.attention_arch
     is_gguf = model_config.quantization == "gguf"
     has_latents = any(layer.kind.name == "latent" for layer in geometry.layers)
+    _refuse_other_index(model_config, geometry)
     reasons = {
         f"{name} has {attention.name} attention, which SGLang keeps in another pool": not has_latents
         and attention != AttentionArch.MHA,
@@ -114,7 +115,6 @@ def refuse_other_pools(model_config: Any, geometry: CacheGeometry) -> None:
     for reason, is_true in reasons.items():
         if is_true:
             raise UnsupportedModelError(f"{reason}; serve it without a profile")
-    _refuse_other_index(model_config, geometry)
     if model_config.is_multimodal and name not in WITH_IMAGES:
         tried = ", ".join(tried.removesuffix("ForConditionalGeneration") for tried in WITH_IMAGES)
         raise UnsupportedModelError(
@@ -146,6 +146,11 @@ def has_index(model_config: Any) -> bool:
     return bool(is_deepseek_dsa(model_config.hf_config))
 
 
+def selected_tokens(model_config: Any) -> int:
+    """The tokens that an index selects for a query, by SGLang's code; 0 without one."""
+    return int(get_dsa_index_topk(model_config.hf_config)) if has_index(model_config) else 0
+
+
 def _refuse_other_index(model_config: Any, geometry: CacheGeometry) -> None:
     """Refuse a model to whose layers SGLang gives no index, or another one than its configuration does."""
     name, config = model_config.hf_config.architectures[0], model_config.hf_config
@@ -159,10 +164,9 @@ def _refuse_other_index(model_config: Any, geometry: CacheGeometry) -> None:
         return
     keys = get_dsa_index_head_dim(config)
     served = [0 if dsa_layer_skips_topk(config, layer_id) else keys for layer_id in range(len(own))]
-    if served != own or get_dsa_index_kpool(config) != 1:
+    if served != own:
         raise UnsupportedModelError(
-            f"SGLang gives other layers of {name} an index than its configuration does, or one that selects several"
-            " tokens at once; serve it without a profile"
+            f"SGLang gives other layers of {name} an index than its configuration does; serve it without a profile"
         )
     other = [name for name, usual in _USUAL_INDEX.items() if getattr(config, name, None) not in (None, usual)]
     if other:

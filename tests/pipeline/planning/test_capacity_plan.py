@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_fullest_rank_and_tokens_fill_the_memory(
     ranks = RankLayout.of(geometry, tp_size=tp_size, pp_size=pp_size)
     copies = ranks.window_bytes([PrecisionPair(2, 2)] * 32, ExactWindow(32))
     heads = max(1, 32 // tp_size), max(1, 8 // tp_size)
-    workspace = attention_bytes(AttentionShape(*heads, 128, 128, DECODED_PARTS, 8192, 40, 32_768, has_window=True))
+    workspace = attention_bytes(AttentionShape(*heads, 128, 128, DECODED_PARTS, 8192, 40, 32_768, window_tokens=32))
     assert plan.server.rank_weights_bytes == -(-LLAMA_BYTES // (tp_size * pp_size))
     for row in plan.schemes:
         if row.kind == "uniform":
@@ -203,6 +203,7 @@ def test_an_index_that_sglang_has_not_is_not_said_to_be_kept_by_it(model_folder:
     text = " ".join(assumptions(plan_of(model_folder("axk2"), gpu="H200")))
     assert "bytes more of each token in fp8;" in text and "as SGLang keeps" not in text
     assert "SGLang does not know the index of this model; KVTunerCache runs it" in text
+    assert "H100" not in text
 
 
 def test_the_largest_budget_holds_keys_of_indexes_as_they_are_computed(hub_model: HubModel) -> None:

@@ -224,6 +224,7 @@ def test_what_does_not_go_with_an_index_is_refused(
     [
         ("glm-moe-dsa", {"indexer_rope_interleave": False}, "without indexer_rope_interleave true in its config.json"),
         ("deepseek-v32", {"indexer_rope_interleave": True}, "without indexer_rope_interleave false in its config.json"),
+        ("deepseek-v32", {"index_local_tokens": 4}, "SGLang gives the index of DeepseekV32ForCausalLM index_local_tok"),
         ("deepseek-v32", {"index_topk_freq": 2}, "SGLang gives other layers of DeepseekV32ForCausalLM an index than"),
     ],
 )  # fmt: skip

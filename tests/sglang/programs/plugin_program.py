@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from kvtuner.errors import KVTunerError
 from kvtuner.runtime_loader.sglang import activation
 from kvtuner.runtime_loader.sglang.compat import pool, releases
-from kvtuner.runtime_loader.sglang.compat.attention import triton_backend
+from kvtuner.runtime_loader.sglang.compat.attention import loaded_layers, triton_backend
 from kvtuner.runtime_loader.sglang.process_state import process_state
 
 CHECK, PROFILE, MODEL = sys.argv[1:]
@@ -87,30 +87,30 @@ def check_that_layers_that_do_not_read_their_whole_past_are_refused() -> None:
             setattr(layer, name, value)
         return torch.nn.ModuleDict({"attn": layer})
 
-    triton_backend.check_attention_layers(model(), 512)
+    loaded_layers.check_attention_layers(model(), 512)
     assert "attn of this model is not a decoder's" in refusal(
-        triton_backend.check_attention_layers, model(attn_type=AttentionType.ENCODER_ONLY), 512
+        loaded_layers.check_attention_layers, model(attn_type=AttentionType.ENCODER_ONLY), 512
     )
-    assert "not a decoder's" in refusal(triton_backend.check_attention_layers, model(is_cross_attention=True), 512)
-    assert "by position" in refusal(triton_backend.check_attention_layers, model(xai_temperature_len=64), 512)
+    assert "not a decoder's" in refusal(loaded_layers.check_attention_layers, model(is_cross_attention=True), 512)
+    assert "by position" in refusal(loaded_layers.check_attention_layers, model(xai_temperature_len=64), 512)
     assert "window of 511 tokens, shorter than the context of 512" in refusal(
-        triton_backend.check_attention_layers, model(sliding_window_size=510), 512
+        loaded_layers.check_attention_layers, model(sliding_window_size=510), 512
     )
     windowed = model(sliding_window_size=63)
-    triton_backend.check_attention_layers(windowed, 512, {0: 64})
+    loaded_layers.check_attention_layers(windowed, 512, {0: 64})
     assert windowed["attn"].sliding_window_size == 63
-    assert "window of 64 tokens, shorter" in refusal(triton_backend.check_attention_layers, windowed, 512, {0: 65})
-    triton_backend.check_attention_layers(windowed, 512, {0: 63})
+    assert "window of 64 tokens, shorter" in refusal(loaded_layers.check_attention_layers, windowed, 512, {0: 65})
+    loaded_layers.check_attention_layers(windowed, 512, {0: 63})
     assert windowed["attn"].sliding_window_size == 62, "one token more than configured is taken away"
     assert "reads all tokens in SGLang, but by its profile the last 64" in refusal(
-        triton_backend.check_attention_layers, model(), 512, {0: 64}
+        loaded_layers.check_attention_layers, model(), 512, {0: 64}
     )
-    triton_backend.check_windows(SimpleNamespace(sliding_window_size=63), {0: 64, 2: 64})
+    loaded_layers.check_windows(SimpleNamespace(sliding_window_size=63), {0: 64, 2: 64})
     for size, windows, what in ((None, {0: 64}, "no window"), (63, {0: 64, 2: 32}, "one window of 64 tokens")):
-        line = refusal(triton_backend.check_windows, SimpleNamespace(sliding_window_size=size), windows)
+        line = refusal(loaded_layers.check_windows, SimpleNamespace(sliding_window_size=size), windows)
         assert f"SGLang's attention has {what} for this model" in line
     covering = model(sliding_window_size=511)
-    triton_backend.check_attention_layers(covering, 512)
+    loaded_layers.check_attention_layers(covering, 512)
     assert covering["attn"].sliding_window_size == -1
 
 
@@ -126,12 +126,12 @@ def check_that_layers_that_do_not_read_latents_as_they_are_packed_are_refused() 
         return torch.nn.ModuleDict({"attn": layer})
 
     of_one = model(k_scale=torch.ones(()), k_scale_float=1.0)
-    triton_backend.read_absorbed(of_one, (32, 8))
+    loaded_layers.read_absorbed(of_one, (32, 8))
     assert of_one["attn"].k_scale is None
     for other in (model(v_head_dim=40), model(tp_k_head_num=2)):
-        line = refusal(triton_backend.read_absorbed, other, (32, 8))
+        line = refusal(loaded_layers.read_absorbed, other, (32, 8))
         assert line.startswith("attn of this model does not read latents of 32 and 8 channels in SGLang")
-    assert "scales for an fp8 cache" in refusal(triton_backend.read_absorbed, model(v_scale_float=0.5), (32, 8))
+    assert "scales for an fp8 cache" in refusal(loaded_layers.read_absorbed, model(v_scale_float=0.5), (32, 8))
 
 
 def check_that_what_an_index_gives_attention_and_packed_latents_have_not_is_refused() -> None:
