@@ -20,7 +20,7 @@ from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.kernels import triton_attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
-from kvtuner.runtime_loader.sglang import packed_attention_backend as backend_module
+from kvtuner.runtime_loader.sglang.attention import packed_attention_backend as backend_module
 from kvtuner.runtime_loader.sglang.attention.shared_chunks import SharedChunks
 from kvtuner.runtime_loader.sglang.compat.attention.flash import called_by_place
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
