@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from served_layers.stand_ins import load_stand_ins
 from torch.nn import functional
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_code
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers_code
@@ -25,12 +24,7 @@ KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, SLOTS = 2, 6, 16, 24, 9
 
 @pytest.fixture(scope="module")
 def stand_ins() -> ModuleType:
-    path = Path(__file__).resolve().parents[3] / "examples" / "sglang_on_cpu" / "delta_rule_in_torch.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_stand_ins("delta_rule_in_torch")
 
 
 def states(*shape: int, seed: int) -> Tensor:

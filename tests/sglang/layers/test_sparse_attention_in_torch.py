@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from served_layers.sparse_latents import SPARSE, TOPK, round_index, select_all
+from served_layers.stand_ins import load_stand_ins
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -28,12 +27,7 @@ WITHIN, BEYOND = (5, 33, 1, TOPK - 12), (3 * TOPK + 5, 7, TOPK + 1, 2 * TOPK)
 
 @pytest.fixture(scope="module")
 def stand_ins() -> ModuleType:
-    path = Path(__file__).resolve().parents[3] / "examples" / "sglang_on_cpu" / "sparse_attention_in_torch.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_stand_ins("sparse_attention_in_torch")
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
