@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +32,18 @@ class InstructionSet:
 _X86: Final = ("x86_64", "AMD64")
 _V3: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+_TILES: Final = frozenset({"amx_tile", "amx_int8"})
+_ARCH_PRCTL: Final = 158
+_REQUEST_PERMISSION: Final = 0x1023
+_TILE_DATA: Final = 18
 INSTRUCTION_SETS: Final = (
+    InstructionSet(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
+        _X86,
+        _V4 | _TILES,
+        has_integer_products=True,
+    ),
     InstructionSet("avx512", ("-march=x86-64-v4", "-mavx512vnni"), _X86, _V4, has_integer_products=True),
     InstructionSet("avx2", ("-march=x86-64-v3",), _X86, _V3, has_integer_products=True),
     InstructionSet("neon", ("-DKVTUNER_NEON",), ("aarch64",), frozenset(), has_integer_products=True),
@@ -49,10 +61,21 @@ def sets_of_machine(machine: str) -> tuple[InstructionSet, ...]:
 
 @cache
 def runnable_sets() -> tuple[InstructionSet, ...]:
-    """The instruction sets that this processor runs, the best first."""
+    """The instruction sets that this processor runs, the best first.
+
+    Linux gives a process the registers of tiles (AMX) where it asks for them, which is done here.
+    """
     machine, flags = platform.machine(), _processor_flags()
+    if flags >= _TILES and not _may_use_tiles():
+        flags -= _TILES
     kinds = [kind for kind in INSTRUCTION_SETS if not kind.machines or machine in kind.machines]
     return tuple(kind for kind in kinds if kind.needs <= flags)
+
+
+def _may_use_tiles() -> bool:
+    """Whether the kernel lets this process use tiles; one older than Linux 5.16 does not."""
+    asked: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return asked == 0
 
 
 def _processor_flags() -> set[str]:

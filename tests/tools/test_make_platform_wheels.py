@@ -49,7 +49,7 @@ def test_a_wheel_has_every_file_of_the_pure_one_and_a_library_for_each_instructi
     with zipfile.ZipFile(built) as archive:
         after = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
     libraries = {Path(name).name: data for name, data in after.items() if "/cpu/libraries/" in name}
-    expected = {"x86_64": ["avx2", "avx512", "generic"], "aarch64": ["neon"]}[machine]
+    expected = {"x86_64": ["amx", "avx2", "avx512", "generic"], "aarch64": ["neon"]}[machine]
     assert sorted(name.partition("-")[0] for name in libraries) == expected
     for data in libraries.values():
         assert data[:4] == b"\x7fELF" and int.from_bytes(data[18:20], "little") == ELF_MACHINES[machine]

@@ -5,6 +5,12 @@
 
 #include "attend_item.h"
 #include "checks.h"
+#if defined(KVTUNER_TILES)
+#include "attend_tiles.h"
+typedef TileAttender AttenderOfParts;
+#else
+typedef Attender AttenderOfParts;
+#endif
 
 namespace {
 
@@ -47,7 +53,7 @@ void run(void *pointer) {
     Work &work = *(Work *)pointer;
     const int thread = work.threads.fetch_add(1);
     if (thread >= work.job.threads) return;
-    Attender attender(work.job, work.keys, work.values, work.heads, work.rows, work.scratch + thread * work.scratch_bytes);
+    AttenderOfParts attender(work.job, work.keys, work.values, work.heads, work.rows, work.scratch + thread * work.scratch_bytes);
     for (int64_t i; (i = work.next.fetch_add(1)) < work.num_items;) attender.attend(work.items[i], work.partials);
 }
 
@@ -116,7 +122,7 @@ extern "C" VISIBLE int kvtuner_attend(const AttendJob *given) {
     if (count == 0) return DONE;
     if (job.threads > count) job.threads = (int32_t)count;
     // The size of what a thread needs is found without memory; its pieces are handed out alike.
-    const int64_t scratch_bytes = (Attender(job, keys, values, heads, rows, nullptr).num_bytes() + 127) / 64 * 64;
+    const int64_t scratch_bytes = (AttenderOfParts(job, keys, values, heads, rows, nullptr).num_bytes() + 127) / 64 * 64;
     const int64_t item_bytes = (count * (int64_t)sizeof(Item) + 127) / 64 * 64;
     uint8_t *memory = allocate(item_bytes + job.threads * scratch_bytes + num_partials * (int64_t)sizeof(float));
     if (!memory) return NO_MEMORY;

@@ -41,7 +41,7 @@ class Attender : public AttendPieces {
         for (int head = 0; head < item.num_heads; head++) finish(head, partials);
     }
 
-   private:
+   protected:
     int64_t slot_of(int64_t token) const {
         const int64_t at = job_.tokens[item_->request] + token;
         return job_.slots ? job_.slots[at] : at;
@@ -93,7 +93,7 @@ class Attender : public AttendPieces {
     }
 
     // Queries as the products of a tile take them: integers with the value of one, or scaled float32.
-    void prepare_queries(int head) {
+    virtual void prepare_queries(int head) {
         const int D = k_.side.head_dim;
         for (int first = 0, tile; first < rows_; first += tile) {
             tile = tile_of(rows_ - first);
@@ -106,7 +106,8 @@ class Attender : public AttendPieces {
                     float *padded = (float *)to + g * k_.stride;
                     for (int c = 0; c < k_.stride; c++) padded[c] = c < D ? x[c] * job_.scale : 0.0f;
                 } else if (k_.integers) {
-                    query_scale_[at] = integer_query(k_, job_.scale, x, tile, g, to, group_sums);
+                    query_scale_[at] = round_query(k_, job_.scale, x, rounded_, group_sums);
+                    pair_query(k_, rounded_, tile, g, to);
                 } else {
                     for (int c = 0; c < D; c++) group_sums[c / k_.channels_per_group()] += x[c] * job_.scale;
                     for (int c = 0; c < D; c++) ((float *)to)[g * D + c] = x[c] * job_.scale;
@@ -115,7 +116,7 @@ class Attender : public AttendPieces {
         }
     }
 
-    static int tile_of(int rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
+    static int tile_of(int rows) { return rows >= NARROW ? NARROW : rows >= 2 ? 2 : 1; }
 
     const float *query(int head, int r) const {
         const int64_t query = item_->query + r / job_.gqa, all_heads = (int64_t)k_.side.num_heads * job_.gqa;
@@ -129,10 +130,14 @@ class Attender : public AttendPieces {
         } else if (k_.has_codes) {
             scales_of(k_.side, k_scale_words_, head * k_.num_groups, k_scale_, k_minimum_);
         }
-        transpose_words(place_of(k_, k_rows_, head), k_.num_words, words_);
-        if (!k_.integers) key_numbers(k_.side, words_, numbers_);
         if (v_.has_codes) scales_of(v_.side, v_scale_words_, head * v_.num_groups, v_scale_, v_minimum_);
         if (v_.integers) find_zeros();
+        attend_rows(head, start, n);
+    }
+
+    virtual void attend_rows(int head, int64_t start, int n) {
+        transpose_words(place_of(k_, k_rows_, head), k_.num_words, words_);
+        if (!k_.integers) key_numbers(k_.side, words_, numbers_);
         const Place place = place_of(v_, v_rows_, head);
         if (!v_.integers) {
             value_numbers(v_.side, place, n, v_.stride, values_);
@@ -175,14 +180,22 @@ class Attender : public AttendPieces {
         }
     }
 
+    KeyScales key_scales(int64_t at) const {
+        return {query_scale_ + at, query_sum_ + at * k_.num_groups, k_.has_codes ? k_scale_ : nullptr, k_minimum_,
+                k_.num_groups, k_.slots_per_group, k_.channels_per_group()};
+    }
+
+    Weights weights_of(const float *shrink, int n) const {
+        return {pairs_, back_, exact_, shrink, v_.num_groups, v_.slots_per_group, v_.channels_per_group(), n};
+    }
+
     template <int G> void score(int64_t at) {
         const int32_t *q = q_ + at * k_.query_numbers();
         if (k_.is_per_channel()) {
             score_runs<G>((const float *)q);
             return;
         }
-        const KeyScales scales = {query_scale_ + at, query_sum_ + at * k_.num_groups, k_.has_codes ? k_scale_ : nullptr, k_minimum_,
-                                  k_.num_groups, k_.slots_per_group, k_.channels_per_group()};
+        const KeyScales scales = key_scales(at);
         if (!k_.integers) float_scores<G>(numbers_, k_.side.head_dim, (const float *)q, scales, scores_);
         else if (k_.side.bits == 2) integer_scores<2, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
         else if (k_.side.bits == 3) integer_scores<3, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
@@ -195,7 +208,7 @@ class Attender : public AttendPieces {
         score<G>(at);
         float shrink[G];
         for (int g = 0; g < G; g++) shrink[g] = weigh(head, first + g, g, start, n);
-        const Weights weights = {pairs_, back_, exact_, shrink, v_.num_groups, v_.slots_per_group, v_.channels_per_group(), n};
+        const Weights weights = weights_of(shrink, n);
         float *sums = sums_ + at * v_.sums_numbers();
         if (!v_.integers) float_sums<G>(values_, v_.stride, v_.side.head_dim, weights, sums);
         else if (LANES >= 16 && v_.lanes == 16) add_sums<(LANES >= 16 ? 16 : 4), G>(weights, sums);
@@ -242,9 +255,9 @@ class Attender : public AttendPieces {
     void cap(float *scores, int64_t query, int head, int r) const {
         const int64_t all_heads = (int64_t)k_.side.num_heads * job_.gqa;
         const float bias = job_.bias ? job_.bias[query * all_heads + (int64_t)(item_->head + head) * job_.gqa + r % job_.gqa] : 0;
-        for (int t = 0; t < BLOCK; t++) {
-            const float x = scores[t] + bias;
-            scores[t] = job_.logit_cap > 0 ? job_.logit_cap * tanhf(x / job_.logit_cap) : x;
+        for (int t = 0; t < BLOCK; t += LANES) {
+            const F x = load<F>(scores + t) + bias;
+            save(scores + t, job_.logit_cap > 0 ? job_.logit_cap * tanh_of(x / job_.logit_cap) : x);
         }
     }
 
@@ -256,22 +269,23 @@ class Attender : public AttendPieces {
             memcpy(exact, weights, sizeof(float) * BLOCK);
             return;
         }
-        F loudest = {}, check = {}, low = {};
+        Magnitude most;
+        F low = {};
         for (int t = 0; t < BLOCK; t += LANES) {
             const F p = load<F>(weights + t), w = p * load<F>(v_scale_ + group * BLOCK + t);
             low = fma(p, load<F>(v_minimum_ + group * BLOCK + t), low);
-            loudest = w > loudest ? w : -w > loudest ? -w : loudest;
-            check += w * 0.0f;  // NaN if any weight is not finite
+            most.add(w);
             save(exact + t, w);
         }
-        if (v_.integers) low += round_weights(exact, of_tile, group, largest(loudest), sum(check) == 0.0f);
+        if (v_.integers) low += round_weights(exact, of_tile, group, most.largest());
         float &sum_of_low = low_[at * v_.num_groups + group];
         sum_of_low = sum_of_low * shrink + sum(low);
     }
 
     // Weights as integers. Codes are positive, so that an error of a weight would add up over a whole group, to what a
     // Hadamard transform gathers in one channel: it is taken back for the code that stands for zero. Returns how much.
-    F round_weights(const float *exact, int of_tile, int group, float most, bool finite) {
+    F round_weights(const float *exact, int of_tile, int group, float most) {
+        const bool finite = __builtin_isfinite(most);
         const float factor = finite && most > 1e-30f ? LARGEST_INTEGER / most : 0;
         const float back = finite ? factor ? most / LARGEST_INTEGER : 0.0f : NAN;
         int16_t *pairs = (int16_t *)(pairs_ + of_tile * (BLOCK / 2));
@@ -288,17 +302,20 @@ class Attender : public AttendPieces {
         return correction;
     }
 
-    float channel_sum(int head, int r, int channel) const {
+    // The sums of a query so far, [head_dim].
+    virtual void read_sums(int head, int r, float *out) const {
         const int first = first_of_tile(r), tile = tile_of(rows_ - first), g = r - first;
         const float *sums = sums_ + ((int64_t)head * rows_ + first) * v_.sums_numbers();
-        const int64_t at = (int64_t)head * rows_ + r;
-        if (!v_.has_codes) return sums[g * v_.side.head_dim + channel];
-        const float low = low_[at * v_.num_groups + channel / v_.channels_per_group()];
-        if (!v_.integers) return sums[g * v_.side.head_dim + channel] + low;
-        const int slot = channel / v_.units, unit = channel % v_.units;
-        if (tile == 4) return integer_sum<4>(sums, v_.lanes, v_.slots, slot, unit, g) + low;
-        if (tile == 2) return integer_sum<2>(sums, v_.lanes, v_.slots, slot, unit, g) + low;
-        return integer_sum<1>(sums, v_.lanes, v_.slots, slot, unit, g) + low;
+        if (v_.integers) read_integer_sums(sums, v_.slots, v_.units, v_.chunks, v_.lanes, tile, g, out);
+        else memcpy(out, sums + g * v_.side.head_dim, sizeof(float) * v_.side.head_dim);
+        if (v_.has_codes) add_low(head, r, out);
+    }
+
+    // The sums of weights times minimums, which all channels of a group have in common.
+    void add_low(int head, int r, float *out) const {
+        const float *low = low_ + ((int64_t)head * rows_ + r) * v_.num_groups;
+        for (int group = 0; group < v_.num_groups; group++)
+            for (int c = 0; c < v_.channels_per_group(); c++) *out++ += low[group];
     }
 
     int first_of_tile(int r) const {
@@ -324,7 +341,8 @@ class Attender : public AttendPieces {
             } else {
                 job_.lse[query * all_heads + of_head] = total_[at] == 0 ? -INFINITY : top_[at] * LN2 + logf(total_[at]);
             }
-            for (int c = 0; c < D; c++) out[c] = divisor == 0 ? 0 : channel_sum(head, r, c) / divisor;
+            read_sums(head, r, out);
+            for (int c = 0; c < D; c++) out[c] = divisor == 0 ? 0 : out[c] / divisor;
         }
     }
 

@@ -3,7 +3,8 @@
 #include "scratch.h"
 #include "token_groups.h"
 
-constexpr int MOST_QUERIES = 4;      // of a tile, whose sums stay in registers
+constexpr int NARROW = 4;            // queries of a tile whose sums stay in registers
+constexpr int MOST_QUERIES = HAS_TILES ? TILE_ROWS : NARROW;
 constexpr int SPARE = 2 * LANES;     // numbers behind a piece, which vectors reach into
 
 class AttendPieces {
@@ -42,10 +43,11 @@ class AttendPieces {
         channel_words_ = scratch_.take<int32_t>(channels);
         channel_scale_ = scratch_.take<float>(channels * BLOCK);
         channel_minimum_ = scratch_.take<float>(channels * BLOCK);
-        folded_.integers = scratch_.take<int32_t>(channels ? MOST_QUERIES * k.slots * k.pairs + SPARE : 0);
-        folded_.numbers = scratch_.take<float>(channels ? MOST_QUERIES * channels + SPARE : 0);
-        folded_.back = scratch_.take<float>(MOST_QUERIES);
-        folded_.low = scratch_.take<float>(MOST_QUERIES);
+        folded_.integers = scratch_.take<int32_t>(channels ? NARROW * k.slots * k.pairs + SPARE : 0);
+        folded_.numbers = scratch_.take<float>(channels ? NARROW * channels + SPARE : 0);
+        folded_.back = scratch_.take<float>(NARROW);
+        folded_.low = scratch_.take<float>(NARROW);
+        rounded_ = scratch_.take<int16_t>(k.integers ? k.side.head_dim : 0);
         q_ = scratch_.take<int32_t>(all * k.query_numbers());
         query_scale_ = scratch_.take<float>(all);
         query_sum_ = scratch_.take<float>(all * k.num_groups);
@@ -60,6 +62,7 @@ class AttendPieces {
     const uint8_t **k_rows_, **v_rows_, **k_next_, **v_next_, **staged_rows_;
     int32_t *k_scale_words_, *v_scale_words_, *words_, *pairs_, *q_;
     uint16_t *staging_, *units_;
+    int16_t *rounded_;
     float *numbers_, *values_, *k_scale_, *k_minimum_, *v_scale_, *v_minimum_, *v_zero_, *scores_, *exact_, *back_;
     float *query_scale_, *query_sum_, *sums_, *top_, *total_, *low_;
     // Of keys per channel: the runs of a block that share scales, the scales of each, and the queries of a tile.

@@ -17,6 +17,12 @@ template <int B, class V> INLINE V code_of(V low, V high, int k) {
         return (low >> (B * k)) & ((1 << B) - 1);
     }
 }
+// Codes k and k + slots / 2 of units, in the two bytes of each; or, of bytes in any order but for 3 bits, those of each.
+template <int B, class V> INLINE V byte_codes(V low, V high, int k) {
+    if constexpr (B == 8) return low;
+    else if constexpr (B == 3) return code_of<3>(low, high, k) | code_of<3>(low, high, k + 4) << 8;
+    else return (low >> (B * k)) & ((1 << B) - 1) * 257;
+}
 INLINE uint32_t code_at(int bits, uint32_t low, uint32_t high, int k) {
     return (low | high << 16) >> (bits * k) & ((1u << bits) - 1);
 }

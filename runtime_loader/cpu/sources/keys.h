@@ -13,7 +13,7 @@ struct KeyScales {
 
 constexpr int key_vectors(int queries) { return LANES == 16 && queries == 4 ? 2 : queries == 4 ? 2 : 4; }
 
-template <int G> INLINE F scaled(const KeyScales &scales, F products, int g, int group, int token) {
+INLINE F scaled(const KeyScales &scales, F products, int g, int group, int token) {
     const F sums = F{} + scales.query_sum[g * scales.num_groups + group];
     const F minimum = sums * load<F>(scales.minimum + group * BLOCK + token);
     return fma(products, load<F>(scales.scale + group * BLOCK + token), minimum);
@@ -59,7 +59,7 @@ template <int B, int G> static void integer_scores(const int32_t *words, int pai
             UNROLL for (int u = 0; u < T; u++)
                 UNROLL for (int g = 0; g < G; g++) {
                     const F products = as_float(whole(sums[u][g])) * scales.query_scale[g];
-                    scores_of[u][g] += scaled<G>(scales, products, g, group, token + u * LANES);
+                    scores_of[u][g] += scaled(scales, products, g, group, token + u * LANES);
                 }
         }
         UNROLL for (int u = 0; u < T; u++)
@@ -83,7 +83,7 @@ template <int G> static void float_scores(const float *numbers, int head_dim, co
             }
             UNROLL for (int u = 0; u < T; u++)
                 UNROLL for (int g = 0; g < G; g++)
-                    scores_of[u][g] += scales.scale ? scaled<G>(scales, sums[u][g], g, group, token + u * LANES) : sums[u][g];
+                    scores_of[u][g] += scales.scale ? scaled(scales, sums[u][g], g, group, token + u * LANES) : sums[u][g];
         }
         UNROLL for (int u = 0; u < T; u++)
             UNROLL for (int g = 0; g < G; g++) save(scores + g * BLOCK + token + u * LANES, scores_of[u][g]);

@@ -4,6 +4,7 @@
 
 #include "blocks.h"
 #include "codes.h"
+#include "tiles.h"
 #include "values.h"
 
 constexpr float LARGEST_INTEGER = 32767.0f;
@@ -11,8 +12,9 @@ constexpr float LARGEST_INTEGER = 32767.0f;
 // One side of a job, with what is derived from it.
 struct SidePlan {
     Side side;
-    bool integers, has_codes;
+    bool integers, has_codes, fits_tiles;
     int slots, units, pairs, num_groups, slots_per_group, num_words, lanes, chunks, stride;
+    int steps, byte_tiles;  // of tiles: products that sum up a query's channels, and the columns of a head's bytes
     int64_t head_bytes;
 
     explicit SidePlan(const Side &from, bool in_integers) : side(from) {
@@ -29,6 +31,9 @@ struct SidePlan {
         lanes = unit_lanes(units);
         chunks = num_chunks(units, lanes);
         stride = (side.head_dim + LANES - 1) / LANES * LANES;
+        fits_tiles = HAS_TILES && integers && !is_per_channel();
+        steps = (2 * slots * pairs + STEP_BYTES - 1) / STEP_BYTES;
+        byte_tiles = (2 * units + 2 * TILE_COLUMNS - 1) / (2 * TILE_COLUMNS) * 2;
     }
     int channels_per_group() const { return side.head_dim / num_groups; }
     const uint8_t *limit() const {

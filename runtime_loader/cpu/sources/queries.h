@@ -1,30 +1,37 @@
 // Queries as integers, for products with codes.
 #pragma once
+#include "half.h"
 #include "plan.h"
 
-// Query g of a tile as pairs of integers [pairs, slots, tile]; returns the value of one, NaN where it is not finite.
+// A query as integers of its channels [head_dim]; returns the value of one, NaN where it is not finite.
 // The sums are those of the integers too, so that a score is the product of one rounded query with a key.
-inline float integer_query(const SidePlan &keys, float scale, const float *x, int tile, int g, int32_t *to, float *group_sums) {
-    const int D = keys.side.head_dim;
-    float loudest = 0;
-    bool finite = true;
+inline float round_query(const SidePlan &keys, float scale, const float *x, int16_t *integers, float *group_sums) {
+    const int D = keys.side.head_dim, of_group = keys.channels_per_group();
+    uint32_t most = 0;  // as in `Magnitude`
     for (int c = 0; c < D; c++) {
-        finite &= __builtin_isfinite(x[c]);
-        loudest = fmaxf(loudest, fabsf(x[c]));
+        const uint32_t magnitude = bits_of(x[c]) & 0x7FFFFFFF;
+        most = magnitude > most ? magnitude : most;
     }
+    const bool finite = most < 0x7F800000;
+    const float loudest = float_of(most);
     const float factor = finite && loudest > 1e-37f ? keys.largest_integer() / loudest : 0;
     const float back = finite ? factor ? scale / factor : 0.0f : NAN;
+    // The lowest bits of a number of this size are the integer that it is rounded to.
+    for (int c = 0; c < D; c++) integers[c] = (int16_t)bits_of((factor ? x[c] * factor : 0.0f) + 0x1.8p23f);
+    for (int group = 0; group < keys.num_groups; group++) {
+        int32_t sum = 0;
+        for (int c = group * of_group; c < (group + 1) * of_group; c++) sum += integers[c];
+        group_sums[group] = (float)sum * back;
+    }
+    return back;
+}
+
+// Query g of a tile as pairs of the integers of neighbouring channels, [pairs, slots, tile].
+inline void pair_query(const SidePlan &keys, const int16_t *integers, int tile, int g, int32_t *to) {
     for (int v = 0; v < keys.pairs; v++)
         for (int k = 0; k < keys.slots; k++) {
-            const int unit = 2 * v;
-            uint32_t pair = 0;
-            for (int i = 0; i < 2 && unit + i < keys.units; i++) {
-                const int16_t integer = (int16_t)(factor ? lrintf(x[k * keys.units + unit + i] * factor) : 0);
-                pair |= (uint32_t)(uint16_t)integer << (16 * i);
-                group_sums[k / keys.slots_per_group] += integer;  // exact below 2**24
-            }
-            to[(v * keys.slots + k) * tile + g] = (int32_t)pair;
+            const int16_t *at = integers + k * keys.units + 2 * v;
+            const uint32_t second = 2 * v + 1 < keys.units ? (uint16_t)at[1] : 0;
+            to[(v * keys.slots + k) * tile + g] = (int32_t)((uint16_t)at[0] | second << 16);
         }
-    for (int group = 0; group < keys.num_groups; group++) group_sums[group] *= back;
-    return back;
 }

@@ -42,18 +42,18 @@ INLINE void channel_scales(const SidePlan &keys, int64_t group, int head, int32_
 // Folds query g of a tile, scaled float32 [stride] with zeros behind its last channel.
 INLINE void fold_query(const SidePlan &keys, const float *x, const float *scale, const float *minimum, int g, const FoldedQueries &to) {
     float *numbers = to.numbers + (int64_t)g * keys.stride;
-    F loudest = {}, check = {}, low = {};
+    Magnitude magnitude;
+    F low = {};
     for (int c = 0; c < keys.stride; c += LANES) {
         const F query = load<F>(x + c), folded = query * load<F>(scale + c);
         low = fma(query, load<F>(minimum + c), low);
-        loudest = folded > loudest ? folded : -folded > loudest ? -folded : loudest;
-        check += folded * 0.0f;  // NaN if any number is not finite
+        magnitude.add(folded);
         save(numbers + c, folded);
     }
     to.low[g] = sum(low);
     if (!keys.integers) return;
-    const float most = largest(loudest), largest_integer = keys.largest_integer();
-    const bool finite = sum(check) == 0.0f;
+    const float most = magnitude.largest(), largest_integer = keys.largest_integer();
+    const bool finite = __builtin_isfinite(most);
     const float factor = finite && most > 1e-37f ? largest_integer / most : 0;
     to.back[g] = finite ? factor ? 1 / factor : 0.0f : NAN;
     int16_t *integers = (int16_t *)(to.integers + (int64_t)g * keys.slots * keys.pairs);

@@ -71,11 +71,17 @@ template <int L, int B, int G> static void integer_sums(const uint16_t *units, i
     }
 }
 
-// The sum of a channel that `integer_sums` has, by its slot and unit.
-template <int G> INLINE float integer_sum(const float *sums, int lanes, int slots, int slot, int unit, int g) {
-    const int chunk = unit / (2 * lanes), inside = unit % (2 * lanes);
-    const int half = inside % 8 / 4, lane = inside / 8 * 4 + inside % 4;
-    return sums[(((chunk * slots + slot) * 2 + half) * G + g) * lanes + lane];
+// The sums of query g of a tile, by channel, that `integer_sums` leaves.
+INLINE void read_integer_sums(const float *sums, int slots, int units, int chunks, int lanes, int tile, int g, float *out) {
+    for (int chunk = 0; chunk < chunks; chunk++)
+        for (int slot = 0; slot < slots; slot++)
+            for (int half = 0; half < 2; half++) {
+                const float *from = sums + (((chunk * slots + slot) * 2 + half) * tile + g) * lanes;
+                for (int lane = 0; lane < lanes; lane++) {
+                    const int unit = chunk * 2 * lanes + unit_of(half, lane);
+                    if (unit < units) out[slot * units + unit] = from[lane];
+                }
+            }
 }
 
 // Sums in float32 of numbers [BLOCK, stride], added to `sums` [G, head_dim].

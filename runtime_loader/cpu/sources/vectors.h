@@ -74,8 +74,33 @@ template <int L> INLINE float largest_of(typename Vectors<L>::F x) {
         return largest_of<L / 2>(half[0] > half[1] ? half[0] : half[1]);
     }
 }
+template <int L> INLINE int32_t largest_of_integers(typename Vectors<L>::I x) {
+    if constexpr (L == 1) {
+        return x[0];
+    } else {
+        typename Vectors<L / 2>::I half[2];
+        memcpy(half, &x, sizeof x);
+        return largest_of_integers<L / 2>(half[0] > half[1] ? half[0] : half[1]);
+    }
+}
 INLINE float sum(F x) { return sum_of<LANES>(x); }
 INLINE float largest(F x) { return largest_of<LANES>(x); }
+
+// Magnitudes are in the order of their bits; NaN and infinity are above all others.
+struct Magnitude {
+    I bits = {};
+
+    INLINE_MEMBER void add(F x) {
+        const I magnitude = (I)x & 0x7FFFFFFF;
+        bits = magnitude > bits ? magnitude : bits;
+    }
+    INLINE_MEMBER float largest() const {
+        const int32_t most = largest_of_integers<LANES>(bits);
+        float x;
+        memcpy(&x, &most, sizeof x);
+        return x;
+    }
+};
 
 // fp16 in the low bits of each lane, exactly: subnormal numbers, infinity and NaN too.
 INLINE F from_half(I h) {
@@ -98,6 +123,13 @@ INLINE F exp2_of(F x) {
     p = fma(p, f, F{} + 1.0f);
     const F y = (F)((I)p + ((I)rounded << 23));
     return none ? F{} : y;
+}
+
+// The hyperbolic tangent, to 1e-7; NaN stays NaN.
+INLINE F tanh_of(F x) {
+    const I sign = (I)x & INT32_MIN;
+    const F power = exp2_of((F)((I)x | INT32_MIN) * 2.88539008f);  // e to the power of -2 |x|
+    return (F)((I)((1.0f - power) / (1.0f + power)) | sign);
 }
 
 // Of each lane the products of its two signed halfwords, added to an exact sum; `whole` is that sum.

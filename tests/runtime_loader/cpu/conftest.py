@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from wheels.emulated_library import EmulatedLibrary, missing
+from wheels.tiles_by_loops import TILES, VECTORS, attention_by_tiles
 
 from kvtuner.runtime_loader.cpu import native_attention
 from kvtuner.runtime_loader.cpu.instruction_sets import INSTRUCTION_SETS, runnable_sets
@@ -45,12 +46,15 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedLibra
 @pytest.fixture
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeAttention:
     name, integers = request.param
-    if name == EMULATED and name not in [kind.name for kind in runnable_sets()]:
+    runnable = [kind.name for kind in runnable_sets()]
+    if name == EMULATED and name not in runnable:
         library = request.getfixturevalue("emulated")
         monkeypatch.setattr(native_attention, "runnable_sets", lambda: INSTRUCTION_SETS)
         monkeypatch.setattr(native_attention, "load_library", lambda _: library)
-    elif name not in [kind.name for kind in runnable_sets()]:
-        pytest.skip(f"this processor has no {name}")
     elif compiler() is None:
         pytest.skip("there is no C++ compiler")
+    elif name == TILES and VECTORS in runnable:
+        return attention_by_tiles(integer_products=integers)
+    elif name not in runnable:
+        pytest.skip(f"this processor has no {name}")
     return NativeAttention(name, integer_products=integers)

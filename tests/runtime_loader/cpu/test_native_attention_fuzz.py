@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.dequantized_attention import dequantized_decode
+from wheels.tiles_by_loops import LOOPS_FOR_TILES, VECTORS
 
 from kvtuner.precision import ALL_BITS, num_slots
 from kvtuner.quant import QuantSpec
@@ -72,9 +73,14 @@ def test_any_shape_reads_what_its_rows_mean(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind.name for kind in runnable_sets()])
-def test_hostile_rows_are_read_and_written_within_bounds(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [*((kind.name, ()) for kind in runnable_sets()), pytest.param(VECTORS, LOOPS_FOR_TILES, id="tiles")],
+)
+def test_hostile_rows_are_read_and_written_within_bounds(kind: str, flags: tuple[str, ...]) -> None:
     """The sanitizers for addresses and undefined behaviour are in a process from its start."""
+    if kind not in [each.name for each in runnable_sets()]:
+        pytest.skip(f"this processor has no {kind}")
     path = compiler()
     assert path is not None
     runtimes = []
@@ -84,11 +90,11 @@ def test_hostile_rows_are_read_and_written_within_bounds(kind: str) -> None:
         if not Path(found).is_absolute():
             pytest.skip(f"the compiler has no {name}")
         runtimes.append(found)
-    library._compiled(next(each for each in runnable_sets() if each.name == kind), SANITIZERS)
+    library._compiled(next(each for each in runnable_sets() if each.name == kind), (*SANITIZERS, *flags))
     variables = {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
 
     def run(**more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(PROGRAM), kind, *SANITIZERS]
+        command = [sys.executable, str(PROGRAM), kind, *SANITIZERS, *flags]
         environment = {**os.environ, **variables, **more}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
