@@ -1,15 +1,16 @@
-// Attention by tiles of bytes where a KV head has more queries than a tile of registers; by those of attend_item.h
-// elsewhere. Either gives the same bits.
+// Attention by tiles of bytes where a KV head has many queries, and by vectors elsewhere. Either gives the same bits.
 #pragma once
 #include "attend_item.h"
 #include "tile_keys.h"
 #include "tile_values.h"
 
+constexpr int FEW_ROWS = 8;  // queries of a KV head that vectors take in no more time than tiles (docs/processor.md)
+
 class TileAttender : public Attender {
    public:
     TileAttender(const AttendJob &job, const SidePlan &keys, const SidePlan &values, int heads, int rows, uint8_t *memory)
         : Attender(job, keys, values, heads, rows, memory) {
-        if (!keys.fits_tiles || !values.fits_tiles || rows <= NARROW) return;
+        if (!keys.fits_tiles || !values.fits_tiles || rows <= FEW_ROWS) return;
         const int64_t all = (int64_t)heads * tiles_in(rows);
         queries_ = scratch_.take<uint8_t>(all * query_bytes());
         wide_sums_ = scratch_.take<float>(all * sums_numbers());
@@ -25,7 +26,7 @@ class TileAttender : public Attender {
     }
 
    private:
-    bool is_wide() const { return k_.fits_tiles && v_.fits_tiles && rows_ > NARROW; }
+    bool is_wide() const { return k_.fits_tiles && v_.fits_tiles && rows_ > FEW_ROWS; }
     static int tiles_in(int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
     int64_t query_bytes() const { return (int64_t)k_.num_groups * k_.steps * 2 * TILE_BYTES; }
     int64_t sums_numbers() const { return (int64_t)v_.slots / 2 * v_.byte_tiles * TILE_ROWS * TILE_COLUMNS; }

@@ -20,21 +20,25 @@ inline void spread_query(const SidePlan &keys, const int16_t *integers, int row,
 // Codes of a block of keys as columns of tiles, [BLOCK / 16, steps] of them, from words as `integer_scores` takes them.
 template <int B> static void key_columns(const int32_t *words, const SidePlan &keys, Ahead &ahead, uint8_t *columns) {
     constexpr int HALF = slots_of(B) / 2;
-    for (int token = 0; token < BLOCK; token += TILE_COLUMNS, columns += keys.steps * TILE_BYTES)
-        for (int v = 0; v < keys.pairs; v++) {
+    const int pairs = keys.pairs, steps = keys.steps, tokens_of_pair = (TILE_COLUMNS + pairs - 1) / pairs;
+    for (int token = 0; token < BLOCK; token += TILE_COLUMNS, columns += steps * TILE_BYTES) {
+        uint8_t *to = columns;
+        for (int v = 0; v < pairs; v++) {
             H low[1], high[1] = {};
-            load_words<B>(words, keys.pairs, v, token, low, high);
-            ahead.fetch((BLOCK / 4 + keys.pairs - 1) / keys.pairs);
-            UNROLL for (int s = 0; s < HALF; s++) save(columns + (v * HALF + s) * STEP_BYTES, byte_codes<B>(low[0], high[0], s));
+            load_words<B>(words, pairs, v, token, low, high);
+            ahead.fetch(tokens_of_pair);
+            UNROLL for (int s = 0; s < HALF; s++, to += STEP_BYTES) save(to, byte_codes<B>(low[0], high[0], s));
         }
+    }
 }
 
 // Scores [rows, BLOCK] of queries as `spread_query` leaves them.
 INLINE void tile_scores(const TileUnit &unit, const uint8_t *columns, const SidePlan &keys, const uint8_t *queries, const KeyScales &scales, int rows, int32_t *sums, float *scores) {
-    for (int group = 0; group < keys.num_groups; group++, queries += keys.steps * 2 * TILE_BYTES)
+    const int steps = keys.steps;
+    for (int group = 0; group < keys.num_groups; group++, queries += steps * 2 * TILE_BYTES)
         for (int token = 0; token < BLOCK; token += 2 * TILE_COLUMNS) {
-            const uint8_t *first = columns + token / TILE_COLUMNS * keys.steps * TILE_BYTES;
-            unit.multiply(queries, first, first + keys.steps * TILE_BYTES, keys.steps, sums);
+            const uint8_t *first = columns + token / TILE_COLUMNS * steps * TILE_BYTES;
+            unit.multiply(queries, first, first + steps * TILE_BYTES, steps, sums);
             for (int row = 0; row < rows; row++)
                 UNROLL for (int u = 0; u < 2; u++) {
                     float *to = scores + row * BLOCK + token + u * TILE_COLUMNS;

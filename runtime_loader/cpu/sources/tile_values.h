@@ -34,15 +34,16 @@ INLINE H transposed_bytes(H x) {
 // of staged rows.
 template <int B> static void value_columns(Place place, const SidePlan &values, Ahead &ahead, uint8_t *columns) {
     constexpr int HALF = slots_of(B) / 2;
-    const int tokens_of_tile = (BLOCK + values.byte_tiles - 1) / values.byte_tiles;
-    for (int tile = 0; tile < values.byte_tiles; tile++) {
+    const int byte_tiles = values.byte_tiles, of_high = values.units * 2, tokens_of_tile = (BLOCK + byte_tiles - 1) / byte_tiles;
+    for (int tile = 0; tile < byte_tiles; tile++, columns += TILE_BYTES) {
         ahead.fetch(tokens_of_tile);
-        for (int token = 0; token < BLOCK; token += 4) {
+        uint8_t *to = columns;
+        for (int token = 0; token < BLOCK; token += 4, to += STEP_BYTES) {
             const H raw = bytes_of_four(place, token, tile * 16), low = B == 3 ? raw : transposed_bytes(raw);
-            const H high = B == 3 ? bytes_of_four(place, token, values.units * 2 + tile * 16) : low;
+            const H high = B == 3 ? bytes_of_four(place, token, of_high + tile * 16) : low;
             UNROLL for (int s = 0; s < HALF; s++) {
                 const H codes = byte_codes<B>(low, high, s);
-                save(columns + (s * values.byte_tiles + tile) * TILE_BYTES + token / 4 * STEP_BYTES, B == 3 ? transposed_bytes(codes) : codes);
+                save(to + s * byte_tiles * TILE_BYTES, B == 3 ? transposed_bytes(codes) : codes);
             }
         }
     }
@@ -51,26 +52,26 @@ template <int B> static void value_columns(Place place, const SidePlan &values, 
 // Adds the sums of `columns` to `sums`, [slots / 2, byte_tiles, TILE_ROWS, TILE_COLUMNS]. In a column stand the codes of
 // a byte, of two slots in turn: where these have scales of their own, each has the weights of its group.
 INLINE void tile_sums(const TileUnit &unit, const uint8_t *columns, const SidePlan &values, const uint8_t *tiles, const Weights &weights, int rows, int32_t *products, float *sums) {
-    const int half = values.slots / 2;
+    const int half = values.slots / 2, byte_tiles = values.byte_tiles, num_groups = values.num_groups;
+    const bool shared = num_groups == 1;
     for (int s = 0; s < half; s++)
-        for (int side = 0; side < 2; side++) {
+        for (int side = 0; side < (shared ? 1 : 2); side++) {
             const int group = (s + side * half) / values.slots_per_group;
-            const bool shared = half < values.slots_per_group;
-            if (shared && side) continue;
             I chosen;
             UNROLL for (int i = 0; i < LANES; i++) chosen[i] = shared || i % 2 == side ? -1 : 0;
-            for (int tile = 0; tile < values.byte_tiles; tile += 2) {
-                const int column = s * values.byte_tiles + tile;
+            for (int column = s * byte_tiles; column < (s + 1) * byte_tiles; column += 2) {
                 const uint8_t *first = columns + column * TILE_BYTES;
                 unit.multiply(tiles + 2 * group * TILE_BYTES, first, first + TILE_BYTES, 1, products);
-                for (int row = 0; row < rows; row++)
+                float *to = sums + column * TILE_ROWS * TILE_COLUMNS;
+                for (int row = 0; row < rows; row++, to += TILE_COLUMNS) {
+                    const F shrink = F{} + weights.shrink[row], back = F{} + weights.back[row * num_groups + group];
                     UNROLL for (int u = 0; u < 2; u++) {
-                        float *to = sums + ((column + u) * TILE_ROWS + row) * TILE_COLUMNS;
-                        const float back = weights.back[row * values.num_groups + group];
-                        const F before = load<F>(to);
-                        const F after = before * weights.shrink[row] + as_float(joined_sums(products + u * TILE_SUMS, row)) * back;
-                        save(to, chosen ? after : before);
+                        float *of_tile = to + u * TILE_ROWS * TILE_COLUMNS;
+                        const F before = load<F>(of_tile), added = as_float(joined_sums(products + u * TILE_SUMS, row));
+                        const F after = before * shrink + added * back;
+                        save(of_tile, chosen ? after : before);
                     }
+                }
             }
         }
 }
