@@ -42,6 +42,7 @@ class TileUnit {
         } config = {};
         config.palette = 1;
         for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = STEP_BYTES, config.rows[tile] = (uint8_t)(tile < 6 ? rows : TILE_ROWS);
+        __asm__ volatile("" : : "r"(&config) : "memory");  // GCC knows of a part of what the next line reads
         _tile_loadconfig(&config);
 #endif
     }
