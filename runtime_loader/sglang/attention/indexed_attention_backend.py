@@ -15,7 +15,7 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.exact_ring import NewTokens
 from kvtuner.runtime_loader.packed_attention import ScoreScaling
-from kvtuner.runtime_loader.sglang.attention.selected_tokens import as_lists
+from kvtuner.runtime_loader.sglang.attention.selected_tokens import DecodedSelection
 from kvtuner.runtime_loader.sglang.attention.staged_latents import LatentStaging, StagedRequests, requests_together
 from kvtuner.runtime_loader.sglang.compat.attention.loaded_layers import (
     check_attention_layers,
@@ -64,6 +64,7 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         self._most_staged = WORKSPACE_BYTES // (channels * self.pool.model_dtype.itemsize)
         self._num_copies = self.pool.rank_state.profile.window.num_tokens
         self._together: list[StagedRequests] = []
+        self._decoded: DecodedSelection | None = None
         if self._num_copies:
             self.use_fused_topk = False  # which gives slots where a window asks for positions
         self.supports_mha_one_shot = False  # by which SGLang reads short prompts otherwise than a packed pool can
@@ -109,11 +110,11 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         """Attend as SGLang's method does, over the selected tokens, the new one's among them."""
         selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
         q, staging = _joined_queries(q, q_rope, layer), self._staging(layer)
-        selected = self._pad_topk_indices(selected, len(q))
-        slots = slots_of_decode(self, selected)
+        decoded = self._selection(selected, len(q), layer)
         if staging.copies is None:
-            output: Tensor = self.attention.decode(q, *staging.rows, *as_lists(slots), ScoreScaling(layer.scaling))
+            output: Tensor = self.attention.decode(q, *staging.rows, *decoded.lists, ScoreScaling(layer.scaling))
             return output
+        selected, slots = decoded.positions, decoded.slots
         latents = torch.cat((k, k_rope), dim=-1)
         requests, rows = forward_batch.req_pool_indices, self.forward_metadata.cu_seqlens_k
         new = NewTokens(requests, rows)
@@ -123,6 +124,14 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
             staged, places = staging.of_selection(slots[some], selected[some], positions[some], requests[some], q.dtype)
             outputs.append(self._attend(q[some], staged, places, some, layer))
         return _joined_outputs(outputs, len(q))
+
+    def _selection(self, selected: Tensor, num_queries: int, layer: Any) -> DecodedSelection:
+        """What decoding queries read: looked up where a layer has an index, kept for those behind that share it."""
+        if self.pool.has_index(layer.layer_id):
+            selected = self._pad_topk_indices(selected, num_queries)
+            self._decoded = DecodedSelection(selected, slots_of_decode(self, selected))
+        assert self._decoded is not None, "the first layer has an index"
+        return self._decoded
 
     def _attend(self, q: Tensor, staged: Tensor, places: Tensor, queries: slice, layer: Any) -> Tensor:
         """Attention of some queries of a batch to staged latents at places [queries, most] of their own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -28,6 +29,24 @@ def as_lists(slots: Tensor) -> tuple[Tensor, Tensor]:
     lists = slots.new_zeros(slots.numel() + 1, dtype=torch.int64)
     lists.scatter_(0, places, slots.flatten().long())
     return bounds, lists
+
+
+@dataclass(frozen=True)
+class DecodedSelection:
+    """The tokens that queries read that decode together, by one index, for all layers that share it.
+
+    Attributes:
+        positions: Their positions as the index gives them, [queries, most], -1 for none.
+        slots: Their token slots, [queries, most], -1 for none.
+    """
+
+    positions: Tensor
+    slots: Tensor
+
+    @cached_property
+    def lists(self) -> tuple[Tensor, Tensor]:
+        """The bounds and token slots of queries as `as_lists` gives them, made for the first layer that asks."""
+        return as_lists(self.slots)
 
 
 @dataclass(frozen=True, slots=True)

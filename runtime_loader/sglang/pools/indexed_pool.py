@@ -19,7 +19,12 @@ class IndexedLatentPool(PackedLatentPool, DSATokenToKVPool):  # type: ignore[mis
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        announce_index([len(keys) > 0 for keys in self.index_k_with_scale_buffer], self.index_bytes)
+        layers = range(self.start_layer, self.start_layer + self.layer_num)
+        announce_index([self.has_index(layer_id) for layer_id in layers], self.index_bytes)
+
+    def has_index(self, layer_id: int) -> bool:
+        """Whether a layer, by its global id, selects by an index of its own, and not as the one before it did."""
+        return len(self.index_k_with_scale_buffer[layer_id - self.start_layer]) > 0
 
     @property
     def index_bytes(self) -> int:

@@ -19,7 +19,9 @@ import sglang_on_cpu  # noqa: E402, F401  # before SGLang's attention
 from served_layers.stored_batch import BEFORE, MOST, NEW, RANK, ROPE, WINDOWS, StoredBatch  # noqa: E402
 from sparse_attention_in_torch import flash_mla_sparse_fwd  # noqa: E402
 
+from kvtuner.runtime_loader.sglang.attention import selected_tokens  # noqa: E402
 from kvtuner.runtime_loader.sglang.attention.indexed_attention_backend import IndexedAttnBackend  # noqa: E402
+from kvtuner.runtime_loader.sglang.attention.selected_tokens import as_lists  # noqa: E402
 
 HEADS, SCALE = 2, 0.2
 LAYER = SimpleNamespace(
@@ -40,7 +42,7 @@ class Case:
         self.backend.pool = SimpleNamespace(
             keys=[staging.rows[0]], values=[staging.rows[1]], copies_of=lambda _: staging.copies, start_layer=0,
             new_states=lambda k, v: k.split((RANK, ROPE), dim=-1), set_mla_kv_buffer=lambda *_: None,
-            forget_former_requests=lambda: None,
+            forget_former_requests=lambda: None, has_index=lambda layer_id: layer_id % 2 == 0,
         )  # fmt: skip
         self.backend.attention, self.backend._is_fresh = staging.attention, is_fresh
         self.backend.use_fused_topk, self.backend._most_staged = is_fused, most
@@ -116,7 +118,47 @@ def check_decoding(window: Any, most: int) -> None:
     assert len(case.staged) == (0 if window is None else 1 if most == 1000 else 3), case.staged
 
 
+def check_layers_that_share_an_index(window: Any) -> None:
+    """Lists are made once for an index, anew in each forward, where the index writes to the same memory too."""
+    case = Case(window, (12, 5, 32), 1000, new=(1, 1, 1))
+    batch, made = case.batch, []
+    case.backend.pool.keys, case.backend.pool.values = ([rows] * 4 for rows in batch.staging.rows)
+    lengths = batch.positions + 1
+    case.backend.forward_metadata = SimpleNamespace(
+        cu_seqlens_k=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        dsa_cache_seqlens_int32=lengths.clamp(max=MOST).int(),
+        page_table_1=torch.nn.utils.rnn.pad_sequence(list(batch.slots), batch_first=True).int(),
+    )
+    q, parts = case.queries(3), batch.latents(slice(0, 3)).split((RANK, ROPE), dim=-1)
+    forward = SimpleNamespace(out_cache_loc=None, req_pool_indices=batch.requests)
+
+    def counted(slots: Any) -> Any:
+        made.append(slots)
+        return as_lists(slots)
+
+    selected_tokens.as_lists = counted
+    selected = batch.selected.clone()
+    for fewer in (0, 1, 2):
+        selected.copy_(torch.where(torch.arange(MOST) < MOST - fewer, batch.selected, -1))
+        selected[2, 1:3] = selected[2, 1:3].flip(0)
+        for layer_id in range(4):
+            if layer_id == 2:  # whose index selects less
+                selected[:, 1] = -1
+            layer = SimpleNamespace(**{**vars(LAYER), "layer_id": layer_id})
+            wanted = [
+                case.wanted(q[token], [batch.wanted(token, at, is_fresh=False) for at in positions if at >= 0])
+                for token, positions in enumerate(selected.tolist())
+            ]
+            found = case.backend.forward_decode(
+                q, parts[0], parts[0], layer, forward, k_rope=parts[1], topk_indices=selected
+            )
+            torch.testing.assert_close(found.double(), torch.stack(wanted), rtol=1e-5, atol=1e-6)
+    selected_tokens.as_lists = as_lists
+    assert len(made) == (0 if window else 3 * 2), len(made)
+
+
 for each in WINDOWS:
+    check_layers_that_share_an_index(each)
     for limit in (8, 1000):
         check_decoding(each, limit)
         for earlier in (BEFORE, (0, 0, 0), (0, 5, 0)):
