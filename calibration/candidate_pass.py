@@ -203,8 +203,8 @@ class CandidateMeasurement:
         weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
         share = sequences / float(rows.weights.sum())
         # The (row, key) pairs of all blocks, so that a mean does not depend on how rows are cut into blocks.
-        seen = (rows.weights * call.ends(rows.tokens)).sum()
-        num_probabilities = exact_a.shape[1] * exact_a.shape[2] * float(seen)
+        num_read = (rows.weights * call.num_read(rows.tokens)).sum()
+        num_probabilities = exact_a.shape[1] * exact_a.shape[2] * float(num_read)
 
         def add_outputs(side: Side, name: str, read_o: Tensor) -> None:
             self._add(layer_id, side, name, "e_o", share * (_relative_errors(exact_o, read_o) @ weights))

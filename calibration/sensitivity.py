@@ -45,7 +45,7 @@ class CandidateScores:
     Attributes:
         e_self: mean |x - x'| / |x| of the keys (e_k) or values (e_v) themselves, over all calibration tokens; those
             that no token reads quantized count zero.
-        e_a: mean |a - a'| of attention probabilities; zero for values.
+        e_a: mean |a - a'| of the probabilities of tokens that attention reads; zero for values.
         e_o: mean |o - o'| / |o| of attention outputs.
         fisher: half the expected squared directional derivative of the loss, nats per token.
         kl: KL of the model with only this candidate quantized, nats per token: the Fisher score, at the narrowest width

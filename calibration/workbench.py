@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
 
 IDENTITY_FILE = "run.json"
-MEASUREMENT = 8
+MEASUREMENT = 9
 """The version of the measurement; increase it when the same model, data and options would give other numbers."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 

@@ -115,6 +115,14 @@ class AttentionCall:
         ends = None if self.seen is None else self.seen.ends
         return rows + 1 if ends is None else ends[rows].clamp(max=self.k.shape[2])
 
+    def num_read(self, rows: Tensor) -> Tensor:
+        """The number of tokens that the query of each token in `rows` reads, those outside of a window among them.
+
+        An index selects others only where fewer tokens are seen than it selects.
+        """
+        ends = self.ends(rows)
+        return ends if self.selected is None else ends.clamp(max=self.selected.indices.shape[-1])
+
     def end(self, row: int) -> int:
         """The `ends` of one row."""
         return row + 1 if self.is_causal else int(self.ends(torch.tensor(row)))
