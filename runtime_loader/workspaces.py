@@ -23,9 +23,15 @@ DECODED_LATENT_PARTS: Final = 1024
 """The same of latents, of which a processor holds one program: requests have as many as `Device.splits` gives them."""
 INDEXED_PAGE_SIZE: Final = 64
 """The tokens of a page of SGLang's where layers have an index."""
+STAGED_AT_ONCE: Final = 8192
+"""The tokens whose rows are read back at once where latents are staged."""
+PLACED_AT_ONCE: Final = 1024
+"""The new tokens whose selected tokens are looked up at once among staged latents, under an exact window."""
 _FLOAT_BYTES: Final = 4
 _INDEX_BYTES: Final = 8
 _SLOT_BYTES: Final = 4
+_LOOKUP_BYTES: Final = 40
+"""The bytes of all tensors that looking one place up makes, its place among them."""
 _NATIVE_BYTES: Final = 2
 
 
@@ -82,15 +88,38 @@ def attention_bytes(shape: AttentionShape) -> int:
     A chunk either reads its prefix back or keeps parts of its output: torch frees what it kept for the one where
     memory for the other runs out. What an index selects from is staged in the place of a prefix.
     """
-    channels = shape.head_dim + shape.v_head_dim
-    fresh = shape.chunk_tokens * shape.num_kv_heads * channels * _NATIVE_BYTES
     # The least splits of an extend are one part, beside that of new tokens, and those of copies and of stored tokens.
     parts = 4 if shape.window_tokens else 2
     partials = shape.chunk_tokens * shape.num_heads * (parts * (shape.v_head_dim + 1) * _FLOAT_BYTES)
     queries = shape.chunk_tokens * shape.num_heads * (shape.head_dim * _NATIVE_BYTES + _FLOAT_BYTES)
-    read_back = WORKSPACE_BYTES + fresh
-    of_chunk = read_back if shape.index_topk else max(read_back, partials + queries)
+    read_back = WORKSPACE_BYTES + new_tokens_bytes(shape)
+    of_chunk = read_back + selection_bytes(shape) if shape.index_topk else max(read_back, partials + queries)
     return of_chunk + decode_scratch_bytes(shape) + slot_table_bytes(shape) + staged_in_graphs_bytes(shape)
+
+
+def new_tokens_bytes(shape: AttentionShape) -> int:
+    """The bytes of a chunk's new tokens beside a prefix that is read back, as each of them reads the others.
+
+    Latents and rotary channels are joined; besides they are there as they were stored or, where they are staged under
+    an exact window, as they are.
+    """
+    channels = shape.head_dim + shape.v_head_dim
+    if shape.rope_dim:
+        copies = 2 if shape.window_tokens or not shape.index_topk else 1
+        channels = copies * (shape.head_dim + shape.rope_dim)
+    return shape.chunk_tokens * shape.num_kv_heads * channels * _NATIVE_BYTES
+
+
+def selection_bytes(shape: AttentionShape) -> int:
+    """The bytes of the places that a chunk's tokens have and read among staged latents, and of finding these."""
+    places = shape.chunk_tokens * (shape.index_topk * _SLOT_BYTES + 2 * _INDEX_BYTES)
+    return places + _staging_bytes(shape, min(shape.chunk_tokens, PLACED_AT_ONCE))
+
+
+def _staging_bytes(shape: AttentionShape, queries: int) -> int:
+    """The bytes that come and go while latents are staged: rows that are read back, or places that are looked up."""
+    looked_up = queries * shape.index_topk * _LOOKUP_BYTES if shape.window_tokens else 0
+    return max(STAGED_AT_ONCE * shape.head_dim * _NATIVE_BYTES, looked_up)
 
 
 def decode_scratch_bytes(shape: AttentionShape) -> int:
@@ -113,8 +142,13 @@ def slot_table_bytes(shape: AttentionShape) -> int:
 
 
 def staged_in_graphs_bytes(shape: AttentionShape) -> int:
-    """The bytes of the latents that decoding stages under an exact window, which a graph keeps for itself."""
-    if not (shape.index_topk and shape.window_tokens):
+    """The bytes of the latents that decoding stages under an exact window, which a graph keeps for itself.
+
+    Requests whose latents do not fit in the workspace are staged one after the other.
+    """
+    if not (shape.index_topk and shape.window_tokens and shape.graph_requests):
         return 0
     of_request = (shape.index_topk + shape.window_tokens) * (shape.head_dim + shape.rope_dim) * _NATIVE_BYTES
-    return min(shape.graph_requests * of_request, max(WORKSPACE_BYTES, of_request))
+    together = min(shape.graph_requests, max(1, WORKSPACE_BYTES // of_request))
+    of_index = together * shape.index_topk * _SLOT_BYTES + shape.graph_requests * _INDEX_BYTES  # slots and positions
+    return together * of_request + of_index + _staging_bytes(shape, together)

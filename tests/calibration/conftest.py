@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from oracles.live_bytes import LiveBytes
 
 from kvtuner.calibration.batches import Batch, batches
 from kvtuner.calibration.forward.attention_hook import register_hook
@@ -57,48 +55,13 @@ def random_batches() -> RandomBatches:
     return make
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Follows the storages that operators make until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        fresh = {leaf.untyped_storage()._cdata: leaf.untyped_storage() for leaf in outputs}
-        for key, storage in fresh.items():
-            if key not in self._known and not _holds(args, key):
-                self._follow(key, storage)
-        return result
-
-    def _follow(self, key: int, storage: Any) -> None:
-        size = storage.nbytes()
-
-        def free(_: Any) -> None:
-            self._known.pop(key, None)
-            self.live -= size
-
-        self._known[key] = weakref.ref(storage, free)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-
-def _holds(args: Any, storage_key: int) -> bool:
-    """Whether an operator's result is a view of what it was given."""
-    leaves = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-    return any(leaf.untyped_storage()._cdata == storage_key for leaf in leaves)
-
-
 @pytest.fixture(scope="session")
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
     """`peak_bytes(work)`: the most bytes of tensors made by `work` that were alive at once."""
 
     def measure(work: Callable[[], object]) -> int:
         gc.collect()
-        with _LiveBytes() as mode:
+        with LiveBytes() as mode:
             work()
         return mode.peak
 

@@ -29,6 +29,7 @@ from kvtuner.runtime_loader.workspaces import (
     AttentionShape,
     attention_bytes,
     decode_scratch_bytes,
+    new_tokens_bytes,
     slot_table_bytes,
     staged_in_graphs_bytes,
 )
@@ -140,15 +141,24 @@ def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:
 
 
 def test_beside_an_index_a_chunk_is_staged_and_a_graph_keeps_pages() -> None:
-    latents = replace(LLAMA, num_heads=128, num_kv_heads=1, head_dim=512, v_head_dim=512, rope_dim=64, index_topk=2048)
+    """The tensors of a run are compared in tests/sglang/programs/indexed_program.py."""
+    latents = replace(LLAMA, num_heads=16, num_kv_heads=1, head_dim=512, v_head_dim=512, rope_dim=64, index_topk=2048)
     kept = decode_scratch_bytes(latents) + 256 * 2048 * 4  # pages of 64 tokens in int32
-    assert attention_bytes(latents) == WORKSPACE_BYTES + 8192 * 1024 * 2 + kept
-    windowed = replace(latents, window_tokens=32)
-    assert slot_table_bytes(windowed) == 256 * (2048 + 131_072) * 4
+    places, rows = 8192 * (2048 * 4 + 16), 8192 * 512 * 2
+    assert attention_bytes(latents) == WORKSPACE_BYTES + 8192 * 576 * 2 + places + rows + kept
+    windowed = replace(latents, window_tokens=32, graph_requests=8)
+    assert slot_table_bytes(windowed) == 8 * (2048 + 131_072) * 4
     of_request = (2048 + 32) * 576 * 2
-    assert attention_bytes(replace(windowed, graph_requests=8)) == (
-        WORKSPACE_BYTES + 8192 * 1024 * 2 + decode_scratch_bytes(windowed) + 8 * (2048 + 131_072) * 4 + 8 * of_request
-    )
-    assert staged_in_graphs_bytes(windowed) == WORKSPACE_BYTES < 256 * of_request
+    assert staged_in_graphs_bytes(windowed) == 8 * (of_request + 2048 * 4 + 8) + rows
+    kept = decode_scratch_bytes(windowed) + slot_table_bytes(windowed) + staged_in_graphs_bytes(windowed)
+    assert attention_bytes(windowed) == WORKSPACE_BYTES + 8192 * 2 * 576 * 2 + places + 1024 * 2048 * 40 + kept
+    many = staged_in_graphs_bytes(replace(windowed, graph_requests=256))
+    assert WORKSPACE_BYTES // of_request * of_request < many < WORKSPACE_BYTES + 224 * 2048 * 44
     none = replace(windowed, graph_requests=0)
     assert slot_table_bytes(none) == staged_in_graphs_bytes(none) == staged_in_graphs_bytes(latents) == 0
+
+
+def test_new_latents_count_with_their_rotary_channels_and_not_as_values_too() -> None:
+    latents = replace(LLAMA, num_heads=16, num_kv_heads=1, head_dim=512, v_head_dim=512, rope_dim=64)
+    assert new_tokens_bytes(latents) == 8192 * (576 + 576) * 2  # joined, and as they were stored
+    assert new_tokens_bytes(LLAMA) == 8192 * 8 * 256 * 2

@@ -87,15 +87,18 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
             self._together = self._staged_together(forward_batch)
         selected = self._store(k, k_rope, layer, forward_batch, save_kv_cache, topk_indices, rest)
         q, latents = _joined_queries(q, q_rope, layer), torch.cat((k, k_rope), dim=-1)
-        staging, outputs = self._staging(layer), []
-        for some in self._together:
+        staging = self._staging(layer)
+
+        def attend(some: StagedRequests) -> Tensor:
             # An index that has looked nothing up counts from the first token of each request.
             first = some.first_places[:, None] if not self.use_fused_topk else -some.first_place
             # Layers may share what was selected, so it stays as it is.
             own = selected[some.new]
             places = torch.where(own >= 0, own + first, -1)
             staged, places = staging.of_requests(some, latents[some.new], places, is_fresh=self._is_fresh)
-            outputs.append(self._attend(q[some.new], staged, places, some.new, layer))
+            return self._attend(q[some.new], staged, places, some.new, layer)
+
+        outputs = [attend(some) for some in self._together]  # each frees its latents before the next are staged
         if staging.copies is not None:
             past = (forward_batch.seq_lens - forward_batch.extend_seq_lens).cumsum(0)
             bounds = torch.nn.functional.pad(past, (1, 0)), self.forward_metadata.cu_seqlens_q
@@ -119,10 +122,14 @@ class IndexedAttnBackend(DeepseekSparseAttnBackend):  # type: ignore[misc]  # sg
         requests, rows = forward_batch.req_pool_indices, self.forward_metadata.cu_seqlens_k
         new = NewTokens(requests, rows)
         self.attention.store_copies(staging.copies, new, *self.pool.new_states(latents, latents))
-        positions, outputs = rows[: len(q) + 1].diff() - 1, []
-        for some in requests_together([slots.shape[1] + self._num_copies] * len(q), self._most_staged):
+        positions = rows[: len(q) + 1].diff() - 1
+
+        def attend(some: slice) -> Tensor:
             staged, places = staging.of_selection(slots[some], selected[some], positions[some], requests[some], q.dtype)
-            outputs.append(self._attend(q[some], staged, places, some, layer))
+            return self._attend(q[some], staged, places, some, layer)
+
+        together = requests_together([slots.shape[1] + self._num_copies] * len(q), self._most_staged)
+        outputs = [attend(some) for some in together]
         return _joined_outputs(outputs, len(q))
 
     def _selection(self, selected: Tensor, num_queries: int, layer: Any) -> DecodedSelection:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.exact_ring import ExactRing
-
-_QUERIES: Final = 1024
-"""The queries whose tokens are looked at at once."""
 
 
 def as_lists(slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +84,7 @@ class ExactPlaces:
             queries: The position of each query, [queries].
             requests: The number of its request in the batch, [queries].
         """
-        parts = zip(*(part.split(_QUERIES) for part in (places, positions, queries, requests.long())), strict=True)
-        found = [self._of_some(*part) for part in parts]
-        return torch.cat(found) if found else places
-
-    def _of_some(self, places: Tensor, positions: Tensor, queries: Tensor, requests: Tensor) -> Tensor:
+        requests = requests.long()
         window = self.ring.window
         at = self.ring.places(positions.clamp(min=0)).clamp(max=window.num_tokens - 1).long()  # of sinks alone
         is_exact = positions > queries[:, None] - window.residual_length

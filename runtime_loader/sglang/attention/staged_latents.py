@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvtuner.runtime_loader.sglang.attention.selected_tokens import ExactPlaces, NewPlaces
+from kvtuner.runtime_loader.workspaces import PLACED_AT_ONCE, STAGED_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.exact_ring import ExactRing
     from kvtuner.runtime_loader.packed_attention import PackedAttention, PackedRows
-
-_READ_TOKENS: Final = 8192
-"""The tokens whose rows are read back at once."""
 
 
 def requests_together(lengths: Sequence[int], most_tokens: int) -> list[slice]:
@@ -83,7 +81,8 @@ class LatentStaging:
         Args:
             staged: The requests.
             latents: The latents of new tokens as they are, [tokens, 1, channels of both parts].
-            places: The places of what each reads, among all tokens of the requests, [tokens, most], -1 for none.
+            places: The places of what each reads, among all tokens of the requests, [tokens, most], -1 for none; they
+                are overwritten.
             is_fresh: Whether new tokens read one another as they are, and not as they were stored.
 
         Returns:
@@ -110,7 +109,11 @@ class LatentStaging:
             out[num_tokens + num_copies :] = latents
             new_places = NewPlaces(staged.before, num_tokens + num_copies + staged.bounds - staged.before)
         exact = ExactPlaces(self.copies, staged.requests, num_tokens, new_places)
-        return out, exact.of(places, places - staged.first_places[:, None], staged.positions, staged.numbers)
+        for first in range(0, len(places), PLACED_AT_ONCE):
+            some = slice(first, first + PLACED_AT_ONCE)
+            positions = places[some] - staged.first_places[some, None]
+            places[some] = exact.of(places[some], positions, staged.positions[some], staged.numbers[some])
+        return out, places
 
     def of_selection(
         self, slots: Tensor, selected: Tensor, positions: Tensor, requests: Tensor, dtype: torch.dtype
@@ -144,7 +147,7 @@ class LatentStaging:
     def _read(self, slots: Tensor, out: Tensor) -> None:
         """Read both parts of the latents of token slots back into `out` [tokens, 1, channels]."""
         channels = [stored.format.head_dim for stored in self.rows]
-        for some, target in zip(slots.split(_READ_TOKENS), out.split(_READ_TOKENS), strict=True):
+        for some, target in zip(slots.split(STAGED_AT_ONCE), out.split(STAGED_AT_ONCE), strict=True):
             for stored, part in zip(self.rows, target.split(channels, dim=-1), strict=True):
                 part.copy_(self.attention.read(stored, some, out.dtype))
 

@@ -7,7 +7,6 @@ import torch
 
 from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing
-from kvtuner.runtime_loader.sglang.attention import selected_tokens
 from kvtuner.runtime_loader.sglang.attention.selected_tokens import ExactPlaces, NewPlaces, as_lists
 
 
@@ -36,12 +35,8 @@ def test_sizes_follow_from_the_number_of_queries_alone() -> None:
 
 @pytest.mark.parametrize("window", [ExactWindow(5, 0), ExactWindow(0, 3), ExactWindow(4, 2)], ids=str)
 @pytest.mark.parametrize("attend", ["fresh", "cache"])
-@pytest.mark.parametrize("block", [2, 1024])
-def test_a_query_reads_copies_at_hand_and_new_tokens_in_its_window_exactly(
-    attend: str, window: ExactWindow, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_query_reads_copies_at_hand_and_new_tokens_in_its_window_exactly(attend: str, window: ExactWindow) -> None:
     """Against each selected token looked at alone, of requests with and without a prefix, some copies missing."""
-    monkeypatch.setattr(selected_tokens, "_QUERIES", block)
     generator = torch.Generator().manual_seed(0)
     before, lengths, slots = [9, 0, 30], [4, 6, 3], torch.tensor([2, 0, 3])
     positions = torch.full((5, window.num_tokens), EMPTY, dtype=torch.int32)

@@ -36,7 +36,8 @@ def test_requests_are_together_that_fit(lengths: list[int], most: int, together:
 def test_new_tokens_read_rows_copies_and_one_another(
     window: ExactWindow | None, is_fresh: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged_latents, "_READ_TOKENS", 7)
+    monkeypatch.setattr(staged_latents, "STAGED_AT_ONCE", 7)
+    monkeypatch.setattr(staged_latents, "PLACED_AT_ONCE", 2)
     batch, seen = StoredBatch(window), 0
     for together in requests_together([past + new for past, new in zip(BEFORE, NEW, strict=True)], most):
         some = batch.requests_of(together)
