@@ -121,12 +121,7 @@ class LayerGeometry:
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of one token's key of the index, unquantized, on each rank: it has one head."""
-        return NATIVE_BITS // 8 * self.index_dim
-
-    @property
-    def scaled_index_bytes(self) -> int:
-        """Those that SGLang keeps of it: fp8, with a scale for every 128 channels."""
+        """The bytes on each rank of one token's key of the index, as SGLang keeps it: it has one head."""
         return scaled_bytes(self.index_dim)
 
     def native_bytes(self, tp_size: int = 1) -> int:
@@ -140,7 +135,7 @@ class LayerGeometry:
 
 
 def scaled_bytes(channels: int) -> int:
-    """The bytes of channels that SGLang keeps in fp8 with scales, where layers have an index."""
+    """The bytes of channels that SGLang keeps in fp8, with a scale for every 128, where layers have an index."""
     return channels + channels // _SCALED_CHANNELS * 4
 
 
@@ -245,12 +240,8 @@ class CacheGeometry:
         return total
 
     def index_bytes(self) -> int:
-        """The bytes of one token's keys of all indexes, unquantized, on each rank."""
+        """The bytes on each rank of one token's keys of all indexes, as SGLang keeps them: in fp8 with scales."""
         return sum(layer.index_bytes for layer in self.layers)
-
-    def scaled_index_bytes(self) -> int:
-        """Those that SGLang keeps of them, in fp8 with scales."""
-        return sum(layer.scaled_index_bytes for layer in self.layers)
 
     def usual(self) -> LayerGeometry:
         """The most frequent geometry of the layers that own a cache, the first among equals."""

@@ -109,9 +109,12 @@ def test_latents_of_real_models_are_one_head_and_rotary_channels_beside_it(
 
 
 def test_indexes_beside_latents_are_those_of_the_layers_that_have_one() -> None:
-    """GLM-5 has one in every layer, or some layers read by that of a layer before them; a token's keys stay 16 bits."""
-    assert read_cache_geometry(config_of("DeepseekV32")).index_bytes() == 61 * 2 * 128
-    assert read_cache_geometry(config_of("GlmMoeDsa")).index_bytes() == 78 * 2 * 128
+    """GLM-5 has one in every layer, or some layers read by that of a layer before them.
+
+    SGLang keeps a token's keys in fp8 with a scale.
+    """
+    assert read_cache_geometry(config_of("DeepseekV32")).index_bytes() == 61 * (128 + 4)
+    assert read_cache_geometry(config_of("GlmMoeDsa")).index_bytes() == 78 * (128 + 4)
     geometry = read_cache_geometry(config_of("GlmMoeDsa", num_hidden_layers=5, index_topk_pattern="FSSFS"))
     assert [layer.index_dim for layer in geometry.layers] == [128, 0, 0, 128, 0]
     assert geometry.tuned() == read_cache_geometry(config_of("GlmMoeDsa", num_hidden_layers=5)).tuned()

@@ -180,7 +180,7 @@ class Profile(StrictModel):
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of one token's keys of indexes, in 16 bits on each rank, which `bytes_per_token` leaves out."""
+        """The bytes of one token's keys of indexes, as SGLang keeps them, which `bytes_per_token` leaves out."""
         return self.geometry.whole().index_bytes()
 
     def transform_name(self, layer_id: int, side: Side) -> KeyTransform:

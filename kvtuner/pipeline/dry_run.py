@@ -75,7 +75,7 @@ def dry_run_lines(facts: dict[str, Any]) -> list[str]:
         *_sizes(facts).lines(),
     ]
     if "index_bytes_per_token" in facts:
-        lines.append(f"beside them, keys of indexes: {count(facts['index_bytes_per_token'])} bytes per token")
+        lines.append(f"beside them, keys of indexes: {count(facts['index_bytes_per_token'])} bytes per token in fp8")
     if "window" in facts:
         lines.append(f"beside them, {facts['window']}: {count(facts['window_bytes_per_request'])} bytes per request")
     if text := rank_text(facts["tp_size"], facts["pp_size"]):

@@ -136,7 +136,8 @@ def _geometry_text(geometry: LayerGeometry) -> str:
     text = f"{shape}, {geometry.num_attention_heads} query heads"
     if geometry.index_dim:
         text += (
-            f", an index with keys of {geometry.index_dim} channels, {geometry.index_bytes} bytes more of each token"
+            f", an index with keys of {geometry.index_dim} channels, {geometry.index_bytes} bytes more of each token in"
+            " fp8"
         )
     if geometry.kind.number is None:
         return text

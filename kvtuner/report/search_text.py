@@ -72,7 +72,8 @@ def size_facts(data: ReportData) -> list[tuple[str, str]]:
 def stored_facts(data: ReportData) -> list[tuple[str, str]]:
     """What indexes and the exact window cost, and how its length was found; only what there is."""
     budget = data.budget
-    rows = [("keys of indexes", f"{count(budget.index_bytes)} bytes more of each token")] if budget.index_bytes else []
+    index = f"{count(budget.index_bytes)} bytes more of each token in fp8"
+    rows = [("keys of indexes", index)] if budget.index_bytes else []
     rows += [("window length", data.window_length)] if data.window_length else []
     return rows + window_facts(budget.window, budget.effective_bits, budget.window_bytes)
 

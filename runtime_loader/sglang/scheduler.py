@@ -224,7 +224,7 @@ def _most_requests(kvc: Any, num_tokens: int) -> int | None:
         return None
     formats = _formats(profile, profile.tuned_geometry().ids)
     token = sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
-    token += profile.geometry.whole().scaled_index_bytes()
+    token += profile.index_bytes
     return most_requests(num_tokens, token, request_bytes(formats, profile.window, kvc.kv_cache_dtype))
 
 

@@ -45,13 +45,13 @@ def test_a_search_tunes_latents_and_a_loaded_model_serves_the_profile(name: str,
     latent = f"a latent of {RANK} channels and {ROPE} rotary ones, 4 query heads"
     shown = " ".join(searched.shown.split())
     assert latent in shown
-    index = f"{latent}, an index with keys of {INDEX} channels, {2 * INDEX} bytes more of each token"
+    index = f"{latent}, an index with keys of {INDEX} channels, {INDEX} bytes more of each token in fp8"
     assert (index in shown) == (name in INDEXES)
     cache = searched.read_back(most=most)
     # Rotary channels, and keys of indexes, take float32 in a model of float32.
     assert cache.stored_bytes == TOKENS * (profile.bytes_per_token() + len(rows) * 2 * ROPE)
     assert cache.index_bytes == TOKENS * 4 * INDEX * INDEXES.get(name, 0)
-    keys = 2 * INDEX * INDEXES.get(name, 0)
+    keys = INDEX * INDEXES.get(name, 0)
     assert profile.index_bytes == keys
     budget_facts = searched.result["budget"]
     stored, native = budget_facts["bytes_per_token"], budget_facts["bf16_bytes_per_token"]
@@ -69,12 +69,12 @@ def test_a_report_of_a_budget_for_requests_counts_those_that_fit_beside_keys_of_
     measured = ("--model", model_folder("glm-moe-dsa"), "--data", corpus_file, *SMALL, *TRIALS, "--out", tmp_path)
     status, text, error = run("search", *measured, "--budget", "0.005GiB@32x512")
     assert status == 0, error
-    assert "keys of indexes 64 bytes more of each token" in " ".join(text.split())
+    assert "keys of indexes 32 bytes more of each token in fp8" in " ".join(text.split())
     data = ReportData.from_json(json.loads((tmp_path / DATA_FILE).read_text())["payload"])
     *_, profile = FittedMemory.of(data).schemes
     memory, copies = 0.005 * 2**30, data.budget.window_bytes or 0
-    assert memory // (512 * profile.bytes_per_token + copies) == 40
-    assert profile.requests == (memory // (512 * (profile.bytes_per_token + 64) + copies),) == (32,)
+    assert memory // (512 * profile.bytes_per_token + copies) == 36
+    assert profile.requests == (memory // (512 * (profile.bytes_per_token + 32) + copies),) == (32,)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm-moe-dsa"])

@@ -62,7 +62,7 @@ def test_tokens_that_fit_hold_keys_of_indexes_beside_stored_bytes() -> None:
     latent = LayerGeometry(LayerKind("latent"), 8, 1, 512, 0, rope_dim=64, index_dim=128)
     geometry = CacheGeometry((latent, latent, replace(latent, index_dim=0)))
     profile = uniform_profile(geometry, PrecisionPair(4, 4), make_profile(layers_of(2)).model)
-    stored, bf16, keys = 3 * (256 + 16 + 128), 3 * 2 * (512 + 64), 2 * 2 * 128
+    stored, bf16, keys = 3 * (256 + 16 + 128), 3 * 2 * (512 + 64), 2 * (128 + 4)
     tokens = [2**30 // (size + keys) for size in (stored, bf16 // 2, bf16)]
     facts = summary(profile)
     named = ("bytes_per_token", "index_bytes_per_token", "tokens_per_gib")

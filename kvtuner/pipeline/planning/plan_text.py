@@ -13,7 +13,7 @@ from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
 from kvtuner.pipeline.planning.state_cost import STATES_SHARE
-from kvtuner.pipeline.planning.window_cost import INDEXED, index_bytes_per_token, window_share
+from kvtuner.pipeline.planning.window_cost import INDEXED, window_share
 from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
@@ -148,7 +148,7 @@ def assumptions(plan: CapacityPlan) -> list[str]:
     if plan.shape.geometry.is_latent:
         attention += "; every tensor-parallel rank holds whole latents (MLA)"
         attention += ", whose kernels ran on no GPU and refuse a B200"
-    keys = index_bytes_per_token(plan.shape)
+    keys = plan.shape.cache.index_bytes()
     is_known = plan.shape.architecture in INDEXED
     if keys and is_known:
         attention += "; beside an index SGLang's plugin serves latents on an H100 or H200 alone, and under an exact"

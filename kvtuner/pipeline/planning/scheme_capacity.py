@@ -11,7 +11,7 @@ from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
 from kvtuner.pipeline.planning.state_cost import state_cost
-from kvtuner.pipeline.planning.window_cost import fp8_bytes_of_layer, index_bytes_per_token, window_bytes_per_token
+from kvtuner.pipeline.planning.window_cost import fp8_bytes_of_layer, window_bytes_per_token
 from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, bytes_per_token, copy_bytes
 from kvtuner.runtime_loader.workspaces import AttentionShape, attention_bytes
@@ -69,7 +69,7 @@ class SchemeSizes:
         self._copies_of_layer = self._copies([SMALLEST_PAIR])
         self.channels = rows.num_kv_heads * rows.channels
         self.window_bytes = window_bytes_per_token(shape, server.tp_size)
-        self.index_bytes = index_bytes_per_token(shape)
+        self.index_bytes = shape.cache.index_bytes()
         attention = AttentionShape.of(
             shape.geometry, tp_size=server.tp_size, chunk_tokens=server.chunk_tokens,
             graph_requests=server.graph_requests, context_length=server.context_length,
@@ -141,10 +141,9 @@ class SchemeSizes:
         # The server has one slot more than requests.
         room = self.server.pool_bytes - self.server.states_bytes - self.workspace_bytes
         room -= max(map(len, self.ranks.stages)) * self._copies_of_layer
-        # The budget counts windows alone, of which the server keeps more, and keys of indexes as they are computed.
-        cache = self.shape.cache
-        counted = cache.window_bytes(context, self.server.tp_size) + context * cache.index_bytes()
-        room -= math.ceil(concurrency * (context * (self.window_bytes + self.index_bytes) - counted))
+        # The budget counts windows alone, of which the server keeps more.
+        counted = self.shape.cache.window_bytes(context, self.server.tp_size)
+        room -= math.ceil(concurrency * (context * self.window_bytes - counted))
         if room < GIB // 100:
             return None
         hundredths = room * 100 // GIB

@@ -41,16 +41,11 @@ def window_bytes_per_token(shape: ModelShape, tp_size: int) -> float:
     return window_share(shape.architecture) * sum(layer.native_bytes(tp_size) for layer in windows)
 
 
-def index_bytes_per_token(shape: ModelShape) -> int:
-    """The bytes on each rank of what SGLang keeps of a token's keys of indexes: fp8 with scales."""
-    return shape.cache.scaled_index_bytes()
-
-
 def fp8_bytes_of_layer(shape: ModelShape, rows: RowShape) -> int:
     """The bytes on a rank of a token in SGLang's fp8, of one layer that is tuned.
 
     Beside indexes latents have scales, and rotary channels 16 bits.
     """
-    if index_bytes_per_token(shape):
+    if shape.cache.index_bytes():
         return scaled_bytes(rows.head_dim) + NATIVE_BITS // 8 * rows.rope_dim
     return rows.num_kv_heads * rows.channels

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import pytest
+from profile_samples import layers_of, make_profile
 
-from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
+from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
+from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from fixture_types import RunCommand
@@ -172,3 +178,34 @@ def test_a_hub_that_answers_something_else_names_the_weights_flag(run: RunComman
     hub.fail("GET", r"index\.json", body=b"<html>")
     status, _, err = run("plan", "--model", "me/other", "--gpu", "H100")
     assert status == 2 and "or give the bytes of its weights, such as --weights 14GiB" in err
+
+
+def test_a_plan_a_search_and_a_profile_count_keys_of_indexes_alike(
+    run: RunCommand, hub_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """SGLang keeps 128 channels in fp8 and a scale of 4 bytes, in each of DeepSeek V3.2's 61 layers."""
+    folder, keys, tokens, gib = hub_model("deepseek-v32"), 61 * (128 + 4), 8 * 32_768, 2**30
+    copies = Fraction(61 * 32 * (2 * (512 + 64) + 4), 32_768)  # of a request, for each of its tokens
+    command = ("--model", folder, "--budget", "12GiB@8x32k", "--json")
+    status, out, error = run("plan", *command, "--gpu", "H200", "--tp", "8", "--context", "32k", "--concurrency", "8")
+    assert status == 0, error
+    rows = json.loads(out)["schemes"]
+    assert {row["index_bytes_per_token"] for row in rows} == {keys}
+    assert rows[-1]["bytes_per_token"] == math.floor(Fraction(12 * gib, tokens) - keys - copies)
+    status, out, error = run("search", *command, "--dry-run")
+    assert status == 0, error
+    facts = json.loads(out)
+    assert facts["index_bytes_per_token"] == keys
+    least = {row["name"]: row["bytes_per_token"] for row in facts["uniform"]}["K2V2"]
+    smallest = Fraction(facts["budgets"][0]["smallest"].partition("GiB")[0])
+    assert smallest - Fraction(1, 100) < (least + keys + copies) * tokens / gib <= smallest
+    geometry = read_shape(ModelSource(str(folder))).cache
+    profile = uniform_profile(geometry, PrecisionPair(4, 4), make_profile(layers_of(2)).model)
+    (tmp_path / "profile.json").write_bytes(dump_profile(profile))
+    status, out, error = run("show", tmp_path / "profile.json", "--json")
+    assert status == 0, error
+    shown = json.loads(out)
+    assert shown["index_bytes_per_token"] == keys
+    assert shown["tokens_per_gib"] == gib // (61 * (256 + 16 + 2 * 64) + keys)
+    status, out, error = run("show", tmp_path / "profile.json")
+    assert "an index with keys of 128 channels, 132 bytes more of each token in fp8" in " ".join(out.split())
