@@ -159,6 +159,7 @@ def _check(server_args: Any) -> None:
         both_ways = reading_both_ways(model_config)
         if both_ways:
             refuse_of_images(arguments, profile.window if "full" in both_ways else NO_WINDOW)
+        _check_lower_tiers(arguments)
         state.checked_digest = profile.digest
         if loaded.request.uniform is None:
             logger.info("kvtuner: serving %s", loaded.request.profile)
@@ -185,6 +186,10 @@ def _check_reader_of_latents(device: str) -> None:
 def _refuse_options(arguments: Any, request: ServingRequest, model_config: Any) -> None:
     backend = INDEX_BACKEND if has_index(model_config) else METADATA_BACKEND
     refuse_flags(arguments, hicache_only=request.hicache_only, metadata_backend=backend, release=release_rules())
+
+
+def _check_lower_tiers(arguments: Any) -> None:
+    # Last, since nobody is to install or configure what is refused anyway.
     if arguments.enable_lmcache:
         check_lmcache()
     if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:
@@ -230,6 +235,7 @@ def _start_scheduler(server_args: Any) -> None:
         arguments = resolved(server_args)
         model_config = model_config_of(server_args)
         _refuse_options(arguments, loaded.request, model_config)  # again: some are decided after all resolution hooks
+        _check_lower_tiers(arguments)
         answer_as_transformers(model_config)
         if loaded.request.hicache_only:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be

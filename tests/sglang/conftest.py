@@ -427,15 +427,22 @@ def launched_nodes(programs: Programs, tmp_path: Path) -> LaunchedNodes:
 
 @pytest.fixture
 def refused(programs: Programs) -> Refused:
-    """`refused(model, *flags, **variables)`: a server that ends by itself, non-zero; its one line of `kvtuner:`."""
+    """`refused(model, *flags, **variables)`: a server that ends by itself, non-zero; its one line of `kvtuner:`.
 
-    def run(model: Path, *flags: str, extra_path: str = "", begins: str = "kvtuner: ", **variables: str) -> str:
+    With `before_weights` it has loaded none.
+    """
+
+    def run(
+        model: Path, *flags: str, extra_path: str = "", begins: str = "kvtuner: ", before_weights: bool = False,
+        **variables: str,
+    ) -> str:  # fmt: skip
         env = environment(**variables)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [extra_path, env["PYTHONPATH"]]))
         ended = programs.run(launch_command(model, *flags), env)
         assert ended.returncode != 0
         output = ended.stdout + ended.stderr
         assert "ready to roll" not in output
+        assert not before_weights or "Load weight begin" not in output
         lines = [line for line in output.splitlines() if line.startswith(begins)]
         assert len(lines) == 1, output[-4000:]
         return lines[0].removeprefix(begins)

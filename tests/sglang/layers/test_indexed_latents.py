@@ -208,6 +208,10 @@ def test_tokens_take_the_available_bytes_with_keys_of_the_index(
         ("--dsa-decode-backend fa3", "cannot read a packed KV pool; drop it"),
         ("--enable-mixed-chunk", "does not work with latents that an index selects from: it was never tried"),
         ("--kv-cache-dtype fp8_e4m3", "does not work with a packed KV pool"),
+        ("--enable-hierarchical-cache", "does not work with a packed pool of latents (MLA): it was never tried; drop"),
+        ("--speculative-algorithm EAGLE", "does not work with a packed pool of latents (MLA): it was never tried; d"),
+        ("--disaggregation-mode decode", "does not work with a packed pool of latents (MLA): it was never tried; dr"),
+        ("--enable-lora", "does not work with a packed pool of latents (MLA): it was never tried; drop it"),
     ],
 )
 def test_what_does_not_go_with_an_index_is_refused(
@@ -216,7 +220,9 @@ def test_what_does_not_go_with_an_index_is_refused(
 ) -> None:  # fmt: skip
     folder = model_folder("glm-moe-dsa", **FAMILIES["glm-moe-dsa"])
     profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
-    assert refused(folder, *profile, *flags.split()).startswith(f"{flags} {line}")
+    beside = ("--max-lora-rank", "4", "--lora-target-modules", "all") if flags == "--enable-lora" else ()
+    found = refused(folder, *profile, *flags.split(), *beside, before_weights=True)
+    assert found.startswith(f"{flags} {line}")
 
 
 @pytest.mark.parametrize(

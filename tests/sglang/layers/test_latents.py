@@ -145,6 +145,10 @@ def test_tokens_take_the_available_bytes(
     [
         (("--enable-hierarchical-cache",), {}, "--enable-hierarchical-cache does not work with a packed pool of lat"),
         (("--enable-hierarchical-cache", "--kvtuner-hicache-only"), {}, "latents (MLA) have no quantized host tier"),
+        (("--enable-lmcache",), {}, "--enable-lmcache does not work with a packed pool of latents (MLA): it was never"),
+        (("--speculative-algorithm", "NGRAM"), {}, "--speculative-algorithm NGRAM does not work with a packed pool of"),
+        (("--disaggregation-mode", "prefill"), {}, "--disaggregation-mode prefill does not work with a packed pool of"),
+        (("--lora-paths", "one=/adapter"), {}, "--lora-paths ['one=/adapter'] does not work with a packed pool of la"),
         (("--pp-size", "2"), {}, "--pp-size 2 does not work with a packed pool of latents (MLA): stages of such mod"),
         ((*UNIFORM, "--kvtuner-nbits-value", "8"), {}, "a latent is read as keys and as values and has one width, n"),
         ((), {"KVTUNER_ATTENTION": "cpu"}, "KVTUNER_ATTENTION=cpu does not read latents (MLA) on cpu, only torch on"),
@@ -156,4 +160,5 @@ def test_what_does_not_go_with_latents_is_refused(
 ) -> None:  # fmt: skip
     folder = model_folder("deepseek-v2", **FAMILIES["deepseek-v2"])
     profile = ("--kvtuner-profile", str(save_profile(mixed_profile(folder, by_kinds=True))))
-    assert refused(folder, *(() if flags[:1] == UNIFORM[:1] else profile), *flags, **variables).startswith(line)
+    profile = () if flags[:1] == UNIFORM[:1] else profile
+    assert refused(folder, *profile, *flags, before_weights=True, **variables).startswith(line)
