@@ -103,12 +103,9 @@ class _BatchWork:
             return journal.known(batches[place].index)
 
         WorkQueue[int](
-            self.folder,
-            self.kind,
-            self.identity,
-            refresh=journal.refresh,
-            is_done=lambda place: record_of(place) is not None,
+            journal,
             measure=measure_all,
+            is_done=lambda place: record_of(place) is not None,
             at_once=num_workers(self.model),
         ).finish(range(len(batches)), on_done=lambda place: on_done(batches[place]))
         return [record for record in map(record_of, range(len(batches))) if record is not None]

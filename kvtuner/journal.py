@@ -59,6 +59,16 @@ class Journal:
         return self._records[key]
 
     @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return self._folder
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self._name
+
+    @property
     def identity(self) -> str | None:
         """The identity of the records."""
         return self._identity

@@ -102,11 +102,7 @@ class MeasuredKL:
         self._requests = Journal(folder, REQUESTS, identity)
         self._requested: dict[_Measurement, None] = {}
         self._queue = WorkQueue[_Measurement](
-            folder,
-            JOURNAL,
-            identity,
-            refresh=self._journal.refresh,
-            is_done=lambda item: self._journal.known(item) is not None,
+            self._journal,
             measure=self._measure,
             group_of=lambda item: item[1],
             held_groups=simulator.prepared_batches,

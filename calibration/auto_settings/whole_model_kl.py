@@ -49,8 +49,7 @@ class WholeModelKL:
         `settings_of` gives its quantizer, its width, and the sides that have it.
         """
         self._bench, self._folder, self._facts, self._settings_of = bench, folder, facts, settings_of
-        self._file, self._identity = journal, sha256_of(bench.identity())
-        self._journal = Journal(folder, journal, self._identity, self._item_of)
+        self._journal = Journal(folder, journal, sha256_of(bench.identity()), self._item_of)
         self._simulator = bench.simulator("calibrate")
 
     def of_each_sequence(self, comparands: Sequence[Comparand]) -> dict[Comparand, list[float | None]]:
@@ -108,11 +107,7 @@ class WholeModelKL:
                 )
 
         WorkQueue[_Item](
-            self._folder,
-            self._file,
-            self._identity,
-            refresh=self._journal.refresh,
-            is_done=lambda item: self._journal.known(item) is not None,
+            self._journal,
             measure=measure,
             group_of=lambda item: item[1],
             held_groups=self._simulator.prepared_batches,

@@ -78,12 +78,10 @@ def measure_isolated(
     journal = Journal(folder, JOURNAL, identity, key_of=_key_of)
     measurement = _Measurement(chain, list(batches), candidates, constants, plan, options, journal, on_forward)
     queue = WorkQueue[_Item](
-        folder,
-        JOURNAL,
-        identity,
+        journal,
+        measure=measurement.measure,
         refresh=measurement.refresh,
         is_done=measurement.is_done,
-        measure=measurement.measure,
         group_of=lambda item: item[0],
         held_groups=measurement.runs,
         at_once=num_workers(chain.model),

@@ -148,7 +148,7 @@ class Validator:
     """
 
     def __init__(self, bench: Workbench, folder: RunFolder, identity: str) -> None:
-        self._bench, self._folder, self._identity = bench, folder, identity
+        self._bench = bench
         self._journal = Journal(folder, JOURNAL, identity, itemgetter("offsets", "key", "batch"))
         self._simulators: dict[Offsets, Simulator] = {}
         self._prepared: set[tuple[Offsets, int]] = set()
@@ -173,11 +173,7 @@ class Validator:
                 on_done()
 
         WorkQueue[_Item](
-            self._folder,
-            JOURNAL,
-            self._identity,
-            refresh=self._journal.refresh,
-            is_done=lambda item: self._journal.known(item) is not None,
+            self._journal,
             measure=measure,
             group_of=lambda item: (item[0], item[2]),
             held_groups=self._prepared,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     from kvtuner.journal import Journal
-    from kvtuner.run_folder import RunFolder
 
 FIRST_POLL_S: Final = 0.02
 LONGEST_POLL_S: Final = 0.5
@@ -32,36 +31,37 @@ WorkItem = TypeVar("WorkItem")
 
 
 class WorkQueue(Generic[WorkItem]):
-    """The items of one kind in a run folder.
+    """The items whose results are one journal's.
 
-    An item is done when `is_done` says so of what the workers journalled, and whoever takes it has `measure` do that.
+    An item is done when the journal has a record of it, and whoever takes it has `measure` append that.
     """
 
     def __init__(
         self,
-        folder: RunFolder,
-        kind: str,
-        identity: str | None,
+        journal: Journal,
         *,
-        refresh: Callable[[], None],
-        is_done: Callable[[WorkItem], bool],
         measure: Callable[[Sequence[WorkItem]], None],
+        refresh: Callable[[], None] | None = None,
+        is_done: Callable[[WorkItem], bool] | None = None,
         key_of: Callable[[WorkItem], Any] = lambda item: item,
         group_of: Callable[[WorkItem], Hashable] = lambda _: None,
         held_groups: Collection[Hashable] = (),
         at_once: int = 1,
         at_once_alone: int | None = None,
     ) -> None:
-        """Share items that are equal where their kind, identity and keys, plain JSON values, are.
+        """Share items that are equal where their keys, plain JSON values, and their journals' names and identities are.
 
-        `refresh` reads what was journalled since, for `is_done`. `measure` gets at most `at_once` items, or
-        `at_once_alone` while there is no other worker, and journals their results. Items of a group share preparation:
-        those of `held_groups`, which this process has prepared, are taken first, and those of a group that others have
-        worked on last, where they are fewer than `FEWEST_WORTH_PREPARING` only once in `MOST_LOOKS`.
+        `refresh` reads what was journalled since, for `is_done`: by default the journal's own, of records whose keys
+        are the items. `measure` gets at most `at_once` items, or `at_once_alone` while there is no other worker, and
+        journals their results. Items of a group share preparation: those of `held_groups`, which this process has
+        prepared, are taken first, and those of a group that others have worked on last, where they are fewer than
+        `FEWEST_WORTH_PREPARING` only once in `MOST_LOOKS`.
         """
-        self._claims = claims_of(folder)
-        self._prefix = f"{kind}|{sha256_of(identity)[7:19]}|"
-        self._refresh, self._is_done, self._measure, self._key_of = refresh, is_done, measure, key_of
+        self._claims = claims_of(journal.folder)
+        self._prefix = f"{journal.name}|{sha256_of(journal.identity)[7:19]}|"
+        self._refresh = refresh or journal.refresh
+        self._is_done = is_done or (lambda item: journal.known(item) is not None)
+        self._measure, self._key_of = measure, key_of
         self._group_of, self._held_groups = group_of, held_groups
         self._at_once, self._at_once_alone = at_once, at_once_alone or at_once
         self._groups: dict[str, Hashable] = {}  # of all items that came up, by their texts
@@ -151,26 +151,3 @@ class WorkQueue(Generic[WorkItem]):
 def _poll_after(idle_s: float) -> float:
     """The seconds until a worker that has been idle for so long looks again: what it then finds late is a tenth."""
     return min(max(FIRST_POLL_S, idle_s / 10), LONGEST_POLL_S)
-
-
-def share_keys(
-    folder: RunFolder,
-    journal: Journal,
-    kind: str,
-    keys: Sequence[WorkItem],
-    measure: Callable[[Sequence[WorkItem]], None],
-    *,
-    meanwhile: Callable[[], bool] | None = None,
-) -> None:
-    """Have a record of every key in the journal, one at a time; `measure` appends those of the keys that it gets.
-
-    The rest is as in `WorkQueue`.
-    """
-    WorkQueue[WorkItem](
-        folder,
-        kind,
-        journal.identity,
-        refresh=journal.refresh,
-        is_done=lambda key: journal.known(key) is not None,
-        measure=measure,
-    ).finish(keys, meanwhile=meanwhile)

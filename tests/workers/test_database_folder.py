@@ -20,7 +20,7 @@ from kvtuner.journal import Journal
 from kvtuner.workers import database_folder
 from kvtuner.workers.database_folder import DatabaseFolder
 from kvtuner.workers.work_claims import Claims
-from kvtuner.workers.work_queue import share_keys
+from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,7 @@ def _work(path: str, url: str, seed: int, num_items: int, most_s: float) -> None
         time.sleep(most_s * rng.random())
         journal.append(*({"key": key, "value": key**2} for key in keys))
 
-    share_keys(folder, journal, "numbers", range(num_items), measure)
+    WorkQueue[int](journal, measure=measure).finish(range(num_items))
 
 
 @pytest.mark.parametrize(

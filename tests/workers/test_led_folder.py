@@ -13,7 +13,7 @@ from kvtuner.run_folder import RunFolder
 from kvtuner.workers import work_queue
 from kvtuner.workers.led_folder import LedFolder, claims_of
 from kvtuner.workers.work_claims import CLAIMS, Claims
-from kvtuner.workers.work_queue import WorkQueue, share_keys
+from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ def test_a_group_does_each_item_once_beside_another_worker(on_ranks: OnRanks, tm
             measured.extend(items)
             journal.append(*({"key": item} for item in items))
 
-        share_keys(folder, journal, "items.jsonl", keys, measure)
+        WorkQueue[str](journal, measure=measure).finish(keys)
         return measured
 
     assert on_ranks(2, work) == [keys] * 2
@@ -99,20 +99,16 @@ def test_ranks_leave_items_to_another_worker_for_as_many_looks_however_long_each
     on_ranks: OnRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work_queue, "MOST_LOOKS", 5)
-    others = WorkQueue[int](
-        RunFolder(tmp_path), "kind", None, refresh=lambda: None, is_done=lambda _: False, measure=lambda _: None
-    )
+    others = WorkQueue[int](Journal(RunFolder(tmp_path), "kind", None), measure=lambda _: None)
     Claims(RunFolder(tmp_path), "elsewhere|1|1").take([others._text_of(0)])
 
     def work(group: RankGroup) -> tuple[int, list[int]]:
         measured, looks = list[int](), 0
         queue = WorkQueue[int](
-            LedFolder(RunFolder(tmp_path), group),
-            "kind",
-            None,
+            Journal(LedFolder(RunFolder(tmp_path), group), "kind", None),
+            measure=measured.extend,
             refresh=lambda: None,
             is_done=lambda item: item in measured,
-            measure=measured.extend,
             group_of=lambda item: item // 10,
         )
         assert not queue.take_some([0])

@@ -16,7 +16,7 @@ from kvtuner.journal import Journal
 from kvtuner.run_folder import RunFolder
 from kvtuner.workers import work_queue
 from kvtuner.workers.work_claims import Claims
-from kvtuner.workers.work_queue import WorkQueue, share_keys
+from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,16 +33,7 @@ class Squares:
         folder.create()
         self.journal = Journal(folder, JOURNAL, "mine")
         self.measured: list[list[int]] = []
-        self.queue = WorkQueue[int](
-            folder,
-            "squares",
-            "mine",
-            refresh=self.journal.refresh,
-            is_done=lambda item: self.journal.known(item) is not None,
-            measure=self.measure,
-            group_of=lambda item: item // 10,
-            **options,
-        )
+        self.queue = WorkQueue[int](self.journal, measure=self.measure, group_of=lambda item: item // 10, **options)
 
     def measure(self, items: Sequence[int]) -> None:
         self.measured.append(list(items))
@@ -112,12 +103,37 @@ def test_items_of_a_measurement_that_fails_are_free_again(tmp_path: Path) -> Non
 
 
 def test_a_record_for_every_key(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder, taken = RunFolder(tmp_path), list[str]()
     folder.create()
-    journal = Journal(folder, JOURNAL, None)
     for _ in range(2):
-        share_keys(folder, journal, "plain", ["a", "b"], lambda keys: journal.append(*({"key": key} for key in keys)))
-    assert [record["key"] for record in folder.records(JOURNAL)] == ["a", "b"]
+        journal = Journal(folder, JOURNAL, None)
+
+        def measure(keys: Sequence[str], journal: Journal = journal) -> None:
+            taken.extend(keys)
+            journal.append(*({"key": key} for key in keys))
+
+        WorkQueue[str](journal, measure=measure).finish(["a", "b"])
+    assert [record["key"] for record in folder.records(JOURNAL)] == taken == ["a", "b"]
+
+
+def test_a_queue_asks_the_journal_unless_it_is_told_what_is_done(tmp_path: Path) -> None:
+    folder, taken, looks = RunFolder(tmp_path), list[int](), list[int]()
+    folder.create()
+    journal = Journal(folder, JOURNAL, "mine", key_of=lambda record: record["key"] + 100)
+    journal.append({"key": 7})
+
+    def refresh() -> None:
+        looks.append(len(looks))
+        journal.refresh()
+
+    queue = WorkQueue[int](
+        journal, measure=taken.extend, refresh=refresh, is_done=lambda item: bool(journal.known(item + 100))
+    )
+    queue.finish([7])
+    assert (taken, looks) == ([], [0])
+    journal.append({"key": 107})
+    WorkQueue[int](journal, measure=taken.extend).finish([107, 207])
+    assert taken == []
 
 
 def _work(path: str, seed: int) -> None:

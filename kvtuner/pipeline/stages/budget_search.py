@@ -27,7 +27,7 @@ from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url
 from kvtuner.tuner.uniform_table import measure_uniforms
 from kvtuner.tuner.warm_starts import warm_starts
-from kvtuner.workers.work_queue import share_keys
+from kvtuner.workers.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -216,7 +216,7 @@ class BudgetSearch:
             studies.append(self._refine(target, constraint, space, warm, self._is_over(target)))
             ended.append(*({"key": key} for key in keys))
 
-        share_keys(self.run.folder, ended, REFINEMENTS, [target.name], propose, meanwhile=self.objective.help)
+        WorkQueue[str](ended, measure=propose).finish([target.name], meanwhile=self.objective.help)
         # Where another worker proposed, its trials are all there are, however few a time limit left.
         return studies[0] if studies else self._refine(target, constraint, space, warm, lambda: is_limited)
 
