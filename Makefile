@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-sglang test-triton test-launches test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
+.PHONY: check test test-sglang test-triton test-launches test-amx test-full gpu lint format demo demo-model schema wheels ablation catalogue catalogue-index verdicts notebook picture
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not full and not gpu" tests
@@ -35,6 +35,10 @@ test-triton: .releases/triton/$(TRITON) ## kernels compiled for GPUs that are no
 test-launches: .releases/triton/$(TRITON) ## the same of every format; on one architecture: make test-launches ARCH=90
 	PYTHONPATH=$(abspath $<)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) -k "every$(if $(ARCH), and $(ARCH))" \
 		$(KERNEL_TESTS)test_launch.py
+
+test-amx: ## libraries for tiles (AMX) on a processor that Bochs emulates, which it builds first
+	$(PYTHON) -m tools.amx.bochs
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/runtime_loader/cpu/test_native_attention_amx.py
 
 .releases/%:
 	rm -rf $@.part

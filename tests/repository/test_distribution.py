@@ -29,6 +29,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 WORKFLOW_FILE = ROOT / ".github" / "workflows" / "ci.yml"
 LAUNCHES_FILE = WORKFLOW_FILE.with_name("launches.yml")
 WHEELS_FILE = WORKFLOW_FILE.with_name("wheels.yml")
+AMX_FILE = WORKFLOW_FILE.with_name("amx.yml")
 KUBERNETES = ROOT / "examples" / "kubernetes"
 CATALOGUE_PROFILE = ROOT / "exported_configs" / "profiles" / "demo-4bit.json"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -162,6 +163,15 @@ def test_every_launch_is_checked_once_a_week_on_each_architecture() -> None:
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps(LAUNCHES_FILE) if "uses" in step)
 
 
+def test_attention_runs_on_an_emulated_processor_once_a_week() -> None:
+    workflow = read_yaml(AMX_FILE)
+    assert set(workflow[True]) == {"schedule", "workflow_dispatch"} and workflow["permissions"] == {"contents": "read"}
+    commands = [step["run"] for step in steps(AMX_FILE) if "run" in step]
+    assert commands[-1] == "make test-amx"
+    assert commands[0] in [step["run"] for step in steps() if "run" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps(AMX_FILE) if "uses" in step)
+
+
 def test_a_tag_makes_wheels_by_the_target_of_make() -> None:
     workflow = read_yaml(WHEELS_FILE)
     assert workflow[True]["push"] == {"tags": ["v*"]} and workflow["permissions"] == {"contents": "read"}
@@ -190,6 +200,7 @@ def test_the_citation_says_what_the_package_says() -> None:
     [
         ("github-workflows", WORKFLOW_FILE),
         ("github-workflows", WHEELS_FILE),
+        ("github-workflows", AMX_FILE),
         ("citation-file-format", ROOT / "CITATION.cff"),
     ],
 )
