@@ -25,7 +25,7 @@ COMMAND_LINE: Final = 0x11000
 KERNEL: Final = 0x100000
 FILES: Final = 256 * MIB
 """The place of the files in memory, above what a kernel takes to unpack itself."""
-ARGUMENTS: Final = "console=ttyS0 acpi=off noapic nolapic pci=off mitigations=off nokaslr panic=-1"
+ARGUMENTS: Final = "console=ttyS0 quiet acpi=off noapic nolapic pci=off mitigations=off nokaslr panic=-1"
 ENDED: Final = "the emulated program ended with "
 
 _CONFIGURATION: Final = """\

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(emulated_machine.missing() is not None, reason=str(emulated_machine.missing())),
     pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
 ]
