@@ -15,6 +15,7 @@ import torch
 from wheels.emulated_library import ROOT, compile_program
 from wheels.recorded_library import RecordedLibrary
 
+from kvtuner.precision import num_slots
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.cpu.instruction_sets import INSTRUCTION_SETS, runnable_sets
 from kvtuner.runtime_loader.cpu.library import COMPILER_FLAGS, compile_library, compiler, load_library, sources_in
@@ -33,9 +34,9 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
 ]
 REFERENCE: Final = ("avx512", ())
-LIBRARIES: Final = {"another_level": ("avx512", ("-O2",)), "other_sums": ("avx512", ("-ffast-math",))}
+LIBRARIES: Final = {"by_tiles": ("amx", ()), "other_sums": ("avx512", ("-ffast-math",))}
 """The instruction set and further flags of each library that is compared with the reference."""
-SHAPES: Final = ((2, 80, 3), (1, 64, 16), (2, 128, 4), (1, 256, 8))
+SHAPES: Final = ((2, 80, 3), (1, 64, 16), (2, 128, 12), (1, 256, 17))
 """The KV heads, channels and query heads to a KV head."""
 LENGTHS: Final = (0, 1, 63, 64, 65, 130)
 NUM_SLOTS: Final = 512
@@ -61,8 +62,9 @@ def recorded_jobs() -> dict[str, bytes]:
         if channels * bits % 16:
             continue
         native = NativeAttention(integer_products=True)
+        group_size = channels // num_slots(bits) * 2 if group == 1 else channels
         keys = rows(native, heads, channels, QuantSpec(bits, token_group=group), 1)
-        values = rows(native, heads, channels, QuantSpec(bits), 2)
+        values = rows(native, heads, channels, QuantSpec(bits, group_size=group_size), 2)
         library = RecordedLibrary(load_library(runnable_sets()[0].name))
         native._library = library
         generator = torch.Generator().manual_seed(7)
@@ -123,8 +125,8 @@ def test_tiles_of_the_machine_are_right_for_two_processes_at_once(console: list[
     assert "0 sums of tiles differ, another process ended with 0" in console
 
 
-def test_every_case_gives_the_bytes_of_the_reference(console: list[str]) -> None:
-    found = differences(console, "another_level")
+def test_tiles_give_the_bytes_of_vectors(console: list[str]) -> None:
+    found = differences(console, "by_tiles")
     assert len(found) == len(recorded_jobs()) > 20
     assert not {case: difference for case, difference in found.items() if difference}
 
