@@ -30,6 +30,7 @@ from kvtuner.runtime_loader.kernels.queries import (
     queries_of,
     query_sum,
     sliced_query,
+    slots_of_block,
     softcap,
     split_of,
     wait_for_kernel_before,
@@ -55,10 +56,11 @@ def _sum_in_lanes(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def _loaded_slots(slots_ptr, tokens, last):
-    """The slots of a block of tokens, [TOKENS]."""
-    # Past the end slot 0 is read, whatever it holds: a log2 of -inf hides it, so that codes need no mask of tokens.
-    return tl.load(slots_ptr + tokens, mask=tokens < last, other=0).to(tl.int32)
+def _are_tokens(count, TOKENS: tl.constexpr):
+    """Whether places of a block have one of the tokens that are left, of which there is a count, [TOKENS]."""
+    # A lane's places lie 8 apart: of each a comparison takes the constant part, and one sum serves all.
+    places = tl.arange(0, TOKENS)  # [TOKENS]
+    return (places & ~7) < count - (places & 7)
 
 
 @triton.jit
@@ -117,21 +119,23 @@ def _shrunk_code_sum(
 
 @triton.jit
 def _add_values(
-    scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, mask_tokens, kv_head, unit, mask_units,
+    scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, kv_head, unit, mask_units,
     HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
-    GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
+    GROUPS: tl.constexpr, WORD: tl.constexpr, K_UNITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sums over tokens, shrunk to the new maximum, with a block of values by its weights [TOKENS, TILE].
 
     Returns sums over codes, [V_UNITS, TILE] for each slot, and over minima, [TILE] for each group.
     """
-    rows = row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]])  # [V_UNITS, TOKENS]
+    if unit.shape[0] == K_UNITS:  # as keys lie, turned: slots move once to the lanes that copy both
+        rows = tl.trans(row_offsets(slots[:, None], ROW, [slots.shape[0], K_UNITS]))  # [V_UNITS, TOKENS]
+    else:
+        rows = row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]])  # [V_UNITS, TOKENS]
     value_ptrs = (rows_ptr + (kv_head * WIDE + unit))[:, None] + rows  # [V_UNITS, TOKENS]
     if BITS == 16:
         added = tl.zeros(acc[0].shape, tl.float32)  # [V_UNITS, TILE]
         for head in tl.static_range(JOINED):
-            mask = mask_tokens[None, :] & mask_units[:, None]  # [V_UNITS, TOKENS]
-            values = tl.load(value_ptrs + head * WIDE, mask=mask, other=0.0)  # [V_UNITS, TOKENS]
+            values = tl.load(value_ptrs + head * WIDE, mask=mask_units[:, None], other=0.0)  # [V_UNITS, TOKENS]
             weights = _weights_of_head(0, (scaled_weights.to(values.dtype),), head, JOINED, ASM)  # [TOKENS, TILE]
             added = tl.dot(values, weights, added, input_precision="ieee")
         acc = (tl.fma(acc[0], tl.broadcast_to(shrink[None, :], added.shape), added),)
@@ -244,10 +248,10 @@ def decode_split(
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([LANES, TILE], tl.float32)  # [LANES, TILE]
     slots_ptr += begin
-    next_slots = _loaded_slots(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
+    next_slots = slots_of_block(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
-        mask_tokens = tokens < last  # [TOKENS]
+        mask_tokens = _are_tokens(last - start, TOKENS)  # [TOKENS]
         slots = next_slots
         v_grids, log2_v_scale, inverse = value_grids(
             v_words_ptr, slots, mask_tokens, kv_head,
@@ -257,7 +261,7 @@ def decode_split(
         if K_TOKEN_GROUP > 1:  # blocks begin at multiples of their tokens, which groups are too: each is in one group
             first_slot = tl.load(slots_ptr + start).to(tl.int64) // K_TOKEN_GROUP * K_TOKEN_GROUP
         scores = scores_of_keys(
-            q, q_sums, k_rows_ptr, k_words_ptr, slots, first_slot, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k,
+            q, q_sums, k_rows_ptr, k_words_ptr, slots, first_slot, log2_v_scale, kv_head, k_unit, mask_k,
             scale, TILE, TOKENS, HEADS, JOINED, K_ROW, K_DIM, K_BITS, K_GROUPS, K_WORD, K_TOKEN_GROUP, CAPPED, ASM,
         )  # fmt: skip  # [TOKENS, TILE]
         if CAPPED:
@@ -266,12 +270,11 @@ def decode_split(
             scores += to_columns(log2_v_scale, TILE)
         if WINDOWED:  # a constant, apart from what is known on the device alone
             if (start + TOKENS > first_query - RESIDUAL) | (start < SINKS):  # few blocks: all others skip this
-                copied = have_copies(tokens, mask_tokens, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
-                exact = is_in_window(query_positions[None, :], tokens[:, None], RESIDUAL, SINKS)  # [TOKENS, TILE]
+                read = tl.minimum(tokens, last - 1)  # [TOKENS]: past the end rows are those of the last token
+                copied = have_copies(read, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
+                exact = is_in_window(query_positions[None, :], read[:, None], RESIDUAL, SINKS)  # [TOKENS, TILE]
                 hidden = copied[:, None] & exact  # [TOKENS, TILE]
                 scores = tl.where(hidden, float("-inf"), scores)
-        if K_TOKEN_GROUP > 1:  # the words of a group that is not full may be any, NaN too
-            scores = tl.where(mask_tokens[:, None], scores, float("-inf"))
         # The online softmax: what was summed shrinks to the new maximum.
         new_top = tl.maximum(top, tl.max(scores, 0))  # [TILE]
         shrink = tl.exp2(top - new_top)  # [TILE]
@@ -279,12 +282,12 @@ def decode_split(
         scaled_weights = tl.exp2(scores - top[None, :])  # [TOKENS, TILE]: weights times the value's scale, at most 1
         total = total * shrink[None, :] + _sum_in_lanes(scaled_weights * to_columns(inverse, TILE), LANES)
         acc, min_sums = _add_values(
-            scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, mask_tokens, kv_head, v_unit,
-            mask_v, HEADS, JOINED, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, ASM,
+            scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, kv_head, v_unit,
+            mask_v, HEADS, JOINED, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, K_UNITS, ASM,
         )  # fmt: skip
         # The next block's, carried over in registers: loaded by the block that needs them, they would take up one of
         # the pipeline's stages, and rows would have one buffer where they have two.
-        next_slots = _loaded_slots(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
     total = tl.sum(total, 0)  # [TILE]
     out = partial_ptr + place[None, :] * V_DIM + v_unit[:, None]  # [V_UNITS, TILE]
     _store_partial(out, acc, min_sums, total, mask_pairs[None, :] & mask_v[:, None], V_DIM, V_BITS, V_GROUPS, V_WORD)

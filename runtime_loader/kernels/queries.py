@@ -88,6 +88,19 @@ def split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT: tl.constexpr, TO
 
 
 @triton.jit
+def slots_of_block(slots_ptr, tokens, last):
+    """The slots of a block of tokens, [TOKENS]; past the end that of the last token, so that every row read is one."""
+    # Clamped places need no mask, nor do rows and words at these slots. Offsets of 32 bits without a sign, and the
+    # lower half of a slot, save most of what an address takes.
+    SIZE: tl.constexpr = slots_ptr.dtype.element_ty.primitive_bitwidth // 8  # bytes of a slot
+    offsets = tl.minimum(SIZE * tokens, SIZE * (last - 1)).to(tl.uint32)  # [TOKENS]
+    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets.to(tl.int64)  # [TOKENS]
+    # As another type first: what is carried over as it was loaded, Triton loads a block earlier, and the registers that
+    # hold it all the while are missing elsewhere.
+    return tl.load(bytes_ptr.to(tl.pointer_type(tl.float32), bitcast=True)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND: tl.constexpr):
     """Return the tokens of a request in rows, and the positions of its queries [TILE]; each alone is the last row's."""
     length = (tl.load(indptr_ptr + request + 1) - tl.load(indptr_ptr + request)).to(tl.int32)
@@ -105,9 +118,9 @@ def is_in_window(query_positions, positions, RESIDUAL: tl.constexpr, SINKS: tl.c
 
 
 @triton.jit
-def have_copies(tokens, mask_tokens, first_query, positions_ptr, row, RESIDUAL: tl.constexpr, SINKS: tl.constexpr):
+def have_copies(tokens, first_query, positions_ptr, row, RESIDUAL: tl.constexpr, SINKS: tl.constexpr):
     """Whether tokens [TOKENS] that a query from `first_query` on may read exactly have copies in a slot's places."""
-    asked = mask_tokens & ((tokens > first_query - RESIDUAL) | (tokens < SINKS))  # [TOKENS]
+    asked = (tokens > first_query - RESIDUAL) | (tokens < SINKS)  # [TOKENS]
     places = tl.where(tokens < SINKS, tokens, SINKS + tokens % max(RESIDUAL, 1))  # [TOKENS]
     return asked & (tl.load(positions_ptr + row + places, mask=asked, other=-1) == tokens)
 
@@ -129,8 +142,14 @@ def query_sum(group, q, scale, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP:
     if BITS != 16:
         for slot in tl.static_range(IN_GROUP):
             # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
-            part = q[group * IN_GROUP + slot].to(tl.float32)  # [K_UNITS, TILE]
-            q_sum += tl.sum(part, 0) * factor_of(group * IN_GROUP + slot, BITS)
+            part = q[group * IN_GROUP + slot]  # [K_UNITS, TILE]
+            if part.shape[0] == 16:
+                # By a product with ones: queries of two products Triton lays out as these take them before the loop,
+                # those of one in every block, where 16 units go from lane to lane (more come from shared memory).
+                part_sum = tl.max(tl.dot(tl.full([16, 16], 1.0, part.dtype), part), 0)  # [TILE]
+            else:
+                part_sum = tl.sum(part.to(tl.float32), 0)  # [TILE]
+            q_sum += part_sum * factor_of(group * IN_GROUP + slot, BITS)
     # Products with zero points are multiplied by the score's scale later on, together with those of codes.
     return q_sum * (offset_step(BITS, WORD) if WORD == 16 else scale)
 

@@ -25,13 +25,13 @@ def to_columns(x, TILE: tl.constexpr):
 
 
 @triton.jit
-def _loaded_words(index, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
-    """A word of 32 bits of each token and head, or two short ones, [TOKENS, JOINED], 0 where there is no token.
+def _loaded_words(index, words_ptr, slots, first, ROW: tl.constexpr):
+    """A word of 32 bits of each token and head, or two short ones, [TOKENS, JOINED].
 
     The first word of each head is `first`, [JOINED].
     """
     word_ptrs = words_ptr + (first[None, :] + index) + (slots.to(tl.int64) * (ROW // 2))[:, None]  # [TOKENS, JOINED]
-    return tl.load(word_ptrs, mask=mask_tokens[:, None], other=0)
+    return tl.load(word_ptrs)
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def _shift_of(group, first):
 
 
 @triton.jit
-def _loaded_half(group, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
+def _loaded_half(group, words_ptr, slots, first, ROW: tl.constexpr):
     """The 32 bits of each token and head that hold the short word of a group, [TOKENS, JOINED]."""
-    return _loaded_words(0, words_ptr, slots, mask_tokens, (first + group) // 2, ROW)
+    return _loaded_words(0, words_ptr, slots, (first + group) // 2, ROW)
 
 
 @triton.constexpr_function
@@ -66,7 +66,7 @@ def _are_paired(heads, units, bits, groups):
 
 @triton.jit
 def loaded_words(
-    words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
+    words_ptr, slots, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
     ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """The words of JOINED heads as `grids_of_words` takes them, [TOKENS, JOINED] each; ROW is in units of 16 bits.
@@ -75,11 +75,11 @@ def loaded_words(
     """
     first = words_at(HEADS, WIDE, BITS, WORD) + (kv_head + tl.arange(0, JOINED)) * GROUPS  # [JOINED]
     if WORD == 32:
-        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
+        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, first, ROW))
     elif _are_paired(HEADS, WIDE, BITS, GROUPS):
-        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, mask_tokens, first // 2, ROW))
+        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, first // 2, ROW))
     else:
-        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
+        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, first, ROW))
     return words
 
 
@@ -88,7 +88,7 @@ def grids_of_words(
     words, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
     GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The scale and the offset of each group of JOINED heads, pairs of [TOKENS, JOINED], 0 where there is no token.
+    """The scale and the offset of each group of JOINED heads, pairs of [TOKENS, JOINED].
 
     The offset is the minimum or, of short words, `ONE` times the zero point.
     """
@@ -102,11 +102,11 @@ def grids_of_words(
 
 @triton.jit
 def stored_grids(
-    words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
+    words_ptr, slots, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
     ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The grids of `grids_of_words`, loaded as `loaded_words` does."""
-    words = loaded_words(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD)
+    words = loaded_words(words_ptr, slots, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD)
     return grids_of_words(words, kv_head, HEADS, JOINED, WIDE, BITS, GROUPS, WORD, ASM)
 
 
@@ -135,6 +135,6 @@ def value_grids(
     """Grids of values, a pair of [TOKENS, JOINED] for each group, and the log2 and inverse of the largest scale."""
     grids = ()  # a pair of [TOKENS, JOINED] for each group
     if BITS != 16:
-        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
+        grids = stored_grids(words_ptr, slots, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
     log2_v_scale, inverse = largest_scale(grids, mask_tokens, TOKENS, JOINED, ASM)  # [TOKENS, JOINED] each
     return grids, log2_v_scale, inverse

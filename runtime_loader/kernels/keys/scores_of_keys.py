@@ -12,7 +12,7 @@ from kvtuner.runtime_loader.kernels.unpack_codes import ONE, codes_of, load_thir
 
 @triton.jit
 def row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr):
-    """The offsets of rows, of slots of 32 bits that are broadcast to a tile."""
+    """The offsets of rows, of slots of 32 bits without a sign that are broadcast to a tile."""
     # To the whole tile before any arithmetic: what moves to the lanes that copy is then a slot and not a pointer.
     return tl.broadcast_to(slots, SHAPE).to(tl.int64) * ROW
 
@@ -49,7 +49,7 @@ def scores_of_codes(
 
 @triton.jit
 def scores_of_keys(
-    q, q_sums, rows_ptr, words_ptr, slots, first_slot, mask_tokens, log2_v_scale, kv_head, unit, mask_units, scale,
+    q, q_sums, rows_ptr, words_ptr, slots, first_slot, log2_v_scale, kv_head, unit, mask_units, scale,
     TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr,
     DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, TOKEN_GROUP: tl.constexpr,
     CAPPED: tl.constexpr, ASM: tl.constexpr,
@@ -62,7 +62,7 @@ def scores_of_keys(
     rows = row_offsets(slots[:, None], ROW, [TOKENS, unit.shape[0]])  # [TOKENS, K_UNITS]
     key_ptrs = (rows_ptr + (kv_head * WIDE + unit))[None, :] + rows  # [TOKENS, K_UNITS]
     if BITS == 16:
-        keys = tl.load(key_ptrs, mask=mask_tokens[:, None] & mask_units[None, :], other=0.0)  # [TOKENS, K_UNITS]
+        keys = tl.load(key_ptrs, mask=mask_units[None, :], other=0.0)  # [TOKENS, K_UNITS]
         scores = tl.dot(keys.to(q[0].dtype), q[0], input_precision="ieee") * scale  # [TOKENS, TILE]
     else:
         units = tl.load(key_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, K_UNITS]
@@ -77,9 +77,7 @@ def scores_of_keys(
             if not CAPPED:
                 scores += to_columns(log2_v_scale, TILE)
         else:
-            grids = stored_grids(
-                words_ptr, slots, mask_tokens, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM
-            )
+            grids = stored_grids(words_ptr, slots, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
             scores = scores_of_codes(
                 q, q_sums, units, thirds, grids, log2_v_scale, scale, TILE, TOKENS, BITS, GROUPS, WORD, CAPPED, ASM
             )

@@ -18,6 +18,7 @@ from kvtuner.runtime_loader.kernels.queries import (
     queries_of,
     query_sum,
     sliced_query,
+    slots_of_block,
     softcap,
     split_of,
     wait_for_kernel_before,
@@ -49,19 +50,6 @@ def _of_lanes(sums):
 
 
 @triton.jit
-def _slots_of_block(slots_ptr, tokens, last):
-    """The slots of a block of tokens, [TOKENS]; past the end that of the last token, so that every row read is one."""
-    # Clamped places need no mask, nor do rows and words at these slots. Offsets of 32 bits without a sign, and the
-    # lower half of a slot, save most of what an address takes.
-    SIZE: tl.constexpr = slots_ptr.dtype.element_ty.primitive_bitwidth // 8  # bytes of a slot
-    offsets = tl.minimum(SIZE * tokens, SIZE * (last - 1)).to(tl.uint32)  # [TOKENS]
-    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets.to(tl.int64)  # [TOKENS]
-    # As another type first: what is carried over as it was loaded, Triton loads a block earlier, and the registers that
-    # hold it all the while are missing elsewhere.
-    return tl.load(bytes_ptr.to(tl.pointer_type(tl.float32), bitcast=True)).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _words_of_block(
     words_ptr, slots, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     WORD: tl.constexpr,
@@ -69,8 +57,7 @@ def _words_of_block(
     """The scale words of a block of tokens, [TOKENS, 1] each."""
     words = ()
     if BITS != 16:
-        all_tokens = tl.full(slots.shape, True, tl.int1)  # [TOKENS]
-        words = loaded_words(words_ptr, slots, all_tokens, 0, 1, 1, WIDE, ROW, BITS, GROUPS, WORD)
+        words = loaded_words(words_ptr, slots, 0, 1, 1, WIDE, ROW, BITS, GROUPS, WORD)
     return words
 
 
@@ -175,13 +162,13 @@ def decode_latents(
     slots_ptr += begin
     # A block's slots and words are carried over from the blocks before: rows alone take stages of the pipeline.
     tokens = first + tl.arange(0, TOKENS)  # [TOKENS]
-    next_slots = _slots_of_block(slots_ptr, tokens, last)  # [TOKENS]
+    next_slots = slots_of_block(slots_ptr, tokens, last)  # [TOKENS]
     next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD)
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
         slots = next_slots
-        next_slots = _slots_of_block(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
         grids = ()
         if BITS != 16:
             grids = grids_of_words(next_words, 0, 1, 1, WIDE, BITS, GROUPS, WORD, ASM)  # pairs of [TOKENS, 1]
@@ -209,8 +196,9 @@ def decode_latents(
             scores = products * scale + log2_scale  # [TOKENS, TILE]
         if WINDOWED:  # a constant, apart from what is known on the device alone
             if (start + TOKENS > first_query - RESIDUAL) | (start < SINKS):  # few blocks: all others skip this
-                copied = have_copies(tokens, mask_tokens, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
-                exact = is_in_window(query_positions[None, :], tokens[:, None], RESIDUAL, SINKS)  # [TOKENS, TILE]
+                read = tl.minimum(tokens, last - 1)  # [TOKENS]: past the end rows are those of the last token
+                copied = have_copies(read, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
+                exact = is_in_window(query_positions[None, :], read[:, None], RESIDUAL, SINKS)  # [TOKENS, TILE]
                 scores = tl.where(copied[:, None] & exact, float("-inf"), scores)
         # The online softmax: what was summed shrinks to the new maximum.
         new_top = tl.maximum(top, tl.max(scores, 0))  # [TILE]

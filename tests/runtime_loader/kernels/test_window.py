@@ -16,6 +16,8 @@ from kvtuner.runtime_loader.row_format import LayerFormat
 if TYPE_CHECKING:
     from fixture_types import MakeRowFormat
 
+    from kvtuner.runtime_loader.packed_attention import PackedRows
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 # Queries over rows and weights are rounded to fp16 once each, as in test_decode.py.
@@ -97,3 +99,21 @@ def test_a_request_without_tokens_has_no_copy_and_reads_zeros(row_format: MakeRo
     k, v = torch.randn(2, 2, 64), torch.randn(2, 2, 64)
     requests.attention.store_copies(ring, new, k, v)
     assert torch.equal(ring.positions, before)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_last_token_that_is_read_exactly_hides_its_row_past_the_end_too(bits: int, row_format: MakeRowFormat) -> None:
+    requests = pool(row_format, ExactWindow(4), bits, 4)
+    one = requests.begin(1)
+    requests.extend((one, 20))
+    requests.decode(one)
+    # Blocks have 16 tokens: those past the end read the row of the last one, and their keys are no numbers.
+    store = requests.attention.store
+
+    def store_and_poison(keys: PackedRows, values: PackedRows, slots: torch.Tensor, *new: torch.Tensor) -> None:
+        store(keys, values, slots, *new)
+        keys.rows[slots] = torch.nan if keys.format.spec is None else 255
+
+    requests.attention.store = store_and_poison  # type: ignore[method-assign]
+    requests.decode(one)
+    assert requests.num_compared == 22
