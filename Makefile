@@ -6,7 +6,7 @@ WORKERS ?= auto
 SGLANG ?= 0.5.22
 SGLANG_TESTS = $(addprefix tests/sglang/, test_agreement.py test_fork_server.py test_monitoring.py test_plugin.py \
 	test_pool.py test_refusals.py features hicache) tests/runtime_loader/sglang/compat
-# The Triton that the newest SGLang's torch requires (2.14.1, ~=3.8.0). It counts .03 instructions more than one bound allows.
+# The Triton that the newest SGLang's torch requires (2.14.1, ~=3.8.0). Bounds of counts are the pinned one's.
 TRITON ?= 3.8.0
 KERNEL_TESTS = tests/runtime_loader/kernels/
 COUNTED = test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_bytes[architectures]
