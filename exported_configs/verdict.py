@@ -79,18 +79,27 @@ class _Facts:
 
     def verdict(self) -> Verdict:
         findings = (self._size(), self._quality(), *self._beside_uniform(), *self._gains(), *self._next_budget())
-        if self.kl > self.limit:
+        if self._is_harmful:
             return Verdict(findings, "another budget", self._larger_budget())
-        if self.uniform is None or self._is_uniform or self._is_below:
+        if self.uniform is None or self._is_rival or self._is_below:
             return Verdict(findings, "use", "Use it.")
-        if self._is_equal:
-            advice = f"Use {self._uniform_by_search(self.uniform)}: it is simpler, and as good."
+        if self._is_equal or self._is_above:
+            quality = "as good" if self._is_equal else "better"
+            advice = f"Use {self._uniform_by_search(self.uniform)}: it is simpler, and {quality}."
             return Verdict(findings, "use the uniform", advice)
         return Verdict(findings, "more text", self._more_text(self.uniform))
 
     @property
-    def _is_uniform(self) -> bool:
-        return len({entry.pair for entry in self._growing}) == 1
+    def _is_harmful(self) -> bool:
+        """Whether the KL is above the limit, that of a better uniform too."""
+        return (self._uniform_kl if self._is_above else self.kl) > self.limit
+
+    @property
+    def _is_rival(self) -> bool:
+        """Whether the profile is the best uniform itself: of its pair, and with its transforms, so of equal results."""
+        if self.uniform is None or {entry.pair for entry in self._growing} != {_pair_of(self.uniform)}:
+            return False
+        return self._difference.low == self._difference.high == 0
 
     @property
     def _growing(self) -> list[LayerRecord]:
@@ -106,6 +115,10 @@ class _Facts:
     @property
     def _is_below(self) -> bool:
         return self._difference.high < 0
+
+    @property
+    def _is_above(self) -> bool:
+        return self.uniform is not None and self._difference.low > 0
 
     @property
     def _is_equal(self) -> bool:
@@ -140,7 +153,7 @@ class _Facts:
 
     def _beside_uniform(self) -> Sequence[str]:
         """The comparison with the fair rival, with the figures that decide it."""
-        if self.uniform is None or self._is_uniform:
+        if self.uniform is None or self._is_rival:
             return ()
         rival = f"the best uniform in the budget, {_with_transforms(self.uniform.name)}"
         found = self._difference
@@ -148,9 +161,13 @@ class _Facts:
         difference = f"paired difference, negative where the profile is lower, {mean} [{low}, {high}]"
         figures = f"{_figure(self._uniform_kl)}; {difference}"
         if self._is_below:
-            return (f"That is {1 - self.kl / self._uniform_kl:.0%} below {rival} ({figures}).",)
+            share = f"{1 - self.kl / self._uniform_kl:.0%} " if self._uniform_kl > 0 else ""
+            return (f"That is {share}below {rival} ({figures}).",)
         if self._is_equal:
             return (f"It is as good as {rival} ({figures}: {self._margin_text}).",)
+        if self._is_above:
+            times = f"{self.kl / self._uniform_kl:.2g} times" if self._uniform_kl > 0 else "above"
+            return (f"That is {times} that of {rival} ({figures}).",)
         return (
             f"The text is too little to tell whether the profile is as good as {rival} ({figures}: not"
             f" {self._margin_text}).",
@@ -161,7 +178,7 @@ class _Facts:
         if self.uniform is None:
             return ()
         name = _with_transforms(self.uniform.name)
-        if self._is_uniform:
+        if self._is_rival:
             return (f"Bits by layer gained nothing: this is uniform {name}.{self._gain_of_transforms()}",)
         if self._is_below:
             wide = self._wide_layers()
@@ -234,10 +251,14 @@ class _Facts:
 
     def _uniform_by_search(self, uniform: UniformRecord) -> str:
         """The uniform, and how a search makes a profile of it."""
-        pair = PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
         ids = [entry.layer for entry in self._growing]
-        layers = write_ranges([pair] * len(ids), ids=ids)
-        return f"uniform {_with_transforms(uniform.name)}, by a search with --layers {layers}"
+        layers = write_ranges([_pair_of(uniform)] * len(ids), ids=ids)
+        plain = "" if uniform.name.endswith(TRANSFORMED) else " --transforms none"
+        return f"uniform {_with_transforms(uniform.name)}, by a search with --layers {layers}{plain}"
+
+
+def _pair_of(uniform: UniformRecord) -> PrecisionPair:
+    return PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
 
 
 def _with_transforms(name: str) -> str:
