@@ -26,6 +26,8 @@ HARMLESS_KL: Final = 0.02
 """The KL, nats per token, up to which a cache is taken for harmless whatever fp8 has."""
 FP8_FACTOR: Final = 2.0
 """The multiple of fp8's KL up to which a cache is taken for harmless."""
+MOST_HARMLESS_KL: Final = FP8_FACTOR * HARMLESS_KL
+"""The KL, nats per token, above which no cache is taken for harmless: fp8 is a measure only where it does no harm."""
 EQUAL_SHARE: Final = 0.25
 """The share of the uniform's KL within which a difference must surely lie for both to be called equal."""
 EQUAL_KL: Final = 0.001
@@ -59,7 +61,7 @@ class Verdict:
 
 def harmless_kl(fp8_kl: float | None) -> float:
     """The KL, nats per token, up to which a cache is taken for harmless, beside fp8's where that was measured."""
-    return HARMLESS_KL if fp8_kl is None else max(HARMLESS_KL, FP8_FACTOR * fp8_kl)
+    return HARMLESS_KL if fp8_kl is None else min(max(HARMLESS_KL, FP8_FACTOR * fp8_kl), MOST_HARMLESS_KL)
 
 
 def verdict_of(profile: Profile) -> Verdict | None:
@@ -226,7 +228,7 @@ class _Facts:
 
     def _larger_budget(self) -> str:
         """The smallest budget whose KL would be harmless."""
-        why = "twice fp8's" if self.limit > HARMLESS_KL else "which is taken for harmless"
+        why = "twice fp8's" if HARMLESS_KL < self.limit < MOST_HARMLESS_KL else "which is taken for harmless"
         why = f"this one's KL is above {_figure(self.limit)}, {why}"
         for point in self.quality.larger_budgets or ():
             if (kl := self._scaled(point)) <= self.limit:

@@ -230,10 +230,17 @@ def test_a_kl_that_harms_asks_for_the_smallest_budget_that_does_not() -> None:
 def test_what_is_harmless_is_measured_by_fp8_where_that_loses_more() -> None:
     assert verdict(HARMLESS_KL).recommendation == "use"
     assert verdict(HARMLESS_KL * 1.01).recommendation == "another budget"
-    assert verdict(0.039, fp8_kl=0.02).recommendation == "use"
-    assert "above 0.0400, twice fp8's" in verdict(0.041, fp8_kl=0.02).advice
+    assert verdict(0.037, fp8_kl=0.019).recommendation == "use"
+    assert "above 0.0380, twice fp8's" in verdict(0.039, fp8_kl=0.019).advice
     assert "fp8's" not in verdict(0.007, fp8_kl=None).findings[1]
     assert "2.5 times fp8's" in verdict(0.02, fp8_kl=0.008).findings[1]
+
+
+def test_no_kl_above_twice_the_harmless_one_is_harmless_however_bad_fp8_is() -> None:
+    assert verdict(0.04, fp8_kl=2.0).recommendation == "use"
+    found = verdict(0.041, fp8_kl=2.0)
+    assert found.recommendation == "another budget"
+    assert found.advice == "Use another budget: this one's KL is above 0.0400, which is taken for harmless."
 
 
 def test_a_verdict_says_what_a_bit_more_would_have() -> None:
