@@ -20,6 +20,8 @@ from kvtuner.exported_configs.profile.field_types import (
 from kvtuner.read_plan_names import ReadPlanName
 
 MAX_BASELINES: Final = 256
+KL_ROUNDING: Final = 0.005
+"""The share of a KL by which rounding may have moved it: half a unit of its third digit."""
 
 
 class ModelIdentity(StrictModel):
@@ -140,8 +142,19 @@ class QualityRecord(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.best_uniform and self.best_uniform.name not in {baseline.name for baseline in self.baselines}:
-            raise ValueError(f"best_uniform must be one of the baselines, but is {self.best_uniform.name!r}")
+        if self.best_uniform is None:
+            return self
+        name, stated = self.best_uniform.name, self.best_uniform.difference.mean
+        rivals = [baseline.kl_mean for baseline in self.baselines if baseline.name == name]
+        if not rivals:
+            raise ValueError(f"best_uniform must be one of the baselines, but is {name!r}")
+        kl = self.measured_kl.mean
+        for rival in rivals:
+            if abs(kl - rival - stated) > KL_ROUNDING * (abs(kl) + abs(rival) + abs(stated)):
+                raise ValueError(
+                    f"best_uniform.difference.mean must be the profile's KL less that of {name}, {kl:g} - {rival:g},"
+                    f" but is {stated:g}"
+                )
         return self
 
 

@@ -263,6 +263,34 @@ def test_a_rival_must_be_a_baseline_of_a_pair() -> None:
         profile_of(0.007, best_uniform={"name": "fp8", "difference": {"mean": 0.0, "low": 0.0, "high": 0.0}})
 
 
+@pytest.mark.parametrize(
+    ("kl", "uniform_kl", "stated", "is_refused"),
+    [
+        (3.0, 3.5, -0.004, True),
+        (0.00118, 0.0, -0.00415, True),
+        (0.0, 0.0, 1e-9, True),
+        (0.0, 0.0, 0.0, False),
+        (0.00118, 0.00533, -0.00415, False),
+        (0.00118, 0.00533, -0.00418, False),  # of KL 0.0011751 and 0.0053549: three digits
+        (0.00118, 0.00533, -0.00425, True),
+    ],
+)
+def test_the_difference_from_the_rival_is_that_of_both_kl(
+    kl: float, uniform_kl: float, stated: float, is_refused: bool
+) -> None:
+    record = {"name": "K4V2 + transforms", "difference": {"mean": stated, "low": stated - 0.01, "high": 0.0}}
+    if is_refused:
+        with pytest.raises(ValueError, match=r"difference\.mean must be the profile's KL less that of K4V2"):
+            profile_of(kl, uniform_kl=uniform_kl, best_uniform=record)
+    else:
+        profile_of(kl, uniform_kl=uniform_kl, best_uniform=record)
+
+
+@pytest.mark.parametrize(("difference", "words"), [((-0.2, -0.1), "is below the best"), ((0.1, 0.2), "is above that")])
+def test_a_rival_without_a_kl_has_no_share(difference: tuple[float, float], words: str) -> None:
+    assert words in verdict(0.0, uniform_kl=0.0, difference=difference).findings[2]
+
+
 def test_a_profile_of_the_first_version_is_written_without_the_comparison() -> None:
     profile = profile_of(0.007)
     first = build_profile(

@@ -110,6 +110,7 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
         ("best-uniform-before-its-version", False, changed(evidence, "quality.best_uniform", rival)),
         ("larger-budgets-before-their-version", False, changed(evidence, "quality.larger_budgets", [])),
         ("best-uniform-that-is-no-baseline", False, changed(beside, "quality.best_uniform.name", "K8V4")),
+        ("best-uniform-with-another-difference", False, changed(beside, "quality.measured_kl.mean", 3.0)),
         ("best-uniform-that-is-no-pair", False, changed(beside, "quality.best_uniform.name", "fp8")),
         ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
         (
