@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.layer_storage import LayerRecord
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.profile.records import BudgetPoint, IntervalRecord, QualityRecord, UniformRecord
+    from kvtuner.exported_configs.profile.records import (
+        BudgetPoint,
+        IntervalRecord,
+        QualityRecord,
+        SplitCounts,
+        UniformRecord,
+    )
 
 Recommendation = Literal["use", "use the uniform", "another budget", "more text"]
 HARMLESS_KL: Final = 0.02
@@ -32,6 +38,8 @@ EQUAL_SHARE: Final = 0.25
 """The share of the uniform's KL within which a difference must surely lie for both to be called equal."""
 EQUAL_KL: Final = 0.001
 """The difference in KL, nats per token, within which both are equal whatever share of the uniform's KL it is."""
+LEAST_UNITS: Final = 6
+"""The fewest units that can differ clearly: all with one sign have p = 2 ** (1 - units) when signs are flipped."""
 TRANSFORMED: Final = " + transforms"
 MAX_SEQUENCES: Final = 4096
 """The most report sequences that are suggested."""
@@ -83,6 +91,8 @@ class _Facts:
         findings = (self._size(), self._quality(), *self._beside_uniform(), *self._gains(), *self._next_budget())
         if self._is_harmful:
             return Verdict(findings, "another budget", self._larger_budget())
+        if self._counts is not None and self._is_little_text:
+            return Verdict(findings, "more text", self._enough_text(self._counts))
         if self.uniform is None or self._is_rival or self._is_below:
             return Verdict(findings, "use", "Use it.")
         if self._is_equal or self._is_above:
@@ -90,6 +100,17 @@ class _Facts:
             advice = f"Use {self._uniform_by_search(self.uniform)}: it is simpler, and {quality}."
             return Verdict(findings, "use the uniform", advice)
         return Verdict(findings, "more text", self._more_text(self.uniform))
+
+    @property
+    def _counts(self) -> SplitCounts | None:
+        """The sequences of each split; None where they are not recorded."""
+        calibration = self.profile.provenance.calibration
+        return None if calibration is None else calibration.num_sequences
+
+    @property
+    def _is_little_text(self) -> bool:
+        """Whether no difference can be clear, whatever its interval: so few sequences have one sign by chance."""
+        return self._counts is not None and self._counts.report < LEAST_UNITS
 
     @property
     def _is_harmful(self) -> bool:
@@ -116,16 +137,17 @@ class _Facts:
 
     @property
     def _is_below(self) -> bool:
-        return self._difference.high < 0
+        return not self._is_little_text and self._difference.high < 0
 
     @property
     def _is_above(self) -> bool:
-        return self.uniform is not None and self._difference.low > 0
+        return self.uniform is not None and not self._is_little_text and self._difference.low > 0
 
     @property
     def _is_equal(self) -> bool:
         """Whether the difference from the uniform surely is small."""
-        return -self._margin <= self._difference.low and self._difference.high <= self._margin
+        is_inside = -self._margin <= self._difference.low and self._difference.high <= self._margin
+        return not self._is_little_text and is_inside
 
     @property
     def _margin(self) -> float:
@@ -170,10 +192,8 @@ class _Facts:
         if self._is_above:
             times = f"{self.kl / self._uniform_kl:.2g} times" if self._uniform_kl > 0 else "above"
             return (f"That is {times} that of {rival} ({figures}).",)
-        return (
-            f"The text is too little to tell whether the profile is as good as {rival} ({figures}: not"
-            f" {self._margin_text}).",
-        )
+        why = f"of fewer than {LEAST_UNITS} sequences" if self._is_little_text else f"not {self._margin_text}"
+        return (f"The text is too little to tell whether the profile is as good as {rival} ({figures}: {why}).",)
 
     def _gains(self) -> Sequence[str]:
         """What bits by layer gained; where they gained nothing, what did."""
@@ -238,18 +258,23 @@ class _Facts:
 
     def _more_text(self, uniform: UniformRecord) -> str:
         """How much text would tell both apart, or show that they are equal: an interval narrows as its square root."""
-        calibration = self.profile.provenance.calibration
-        name = _with_transforms(uniform.name)
-        if calibration is None:
+        name, counts = _with_transforms(uniform.name), self._counts
+        if counts is None:
             return f"Measure more text: this one does not tell it from {name}."
-        counts = calibration.num_sequences
         half_width = (self._difference.high - self._difference.low) / 2
         wanted = max(2 * counts.report, 4 * math.ceil(counts.report * (half_width / self._margin) ** 2 / 4))
         if wanted > MAX_SEQUENCES:
             return f"Use it or {name}: to tell them apart takes more than {MAX_SEQUENCES:,} report sequences."
-        flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"
-        why = f"reports on {wanted} sequences in place of {counts.report}"
-        return f"Measure more text: {flags} {why}. Until then use {self._uniform_by_search(uniform)}: it is simpler."
+        return f"Measure more text: {_flags(counts, wanted)}.{self._until_then(uniform)}"
+
+    def _enough_text(self, counts: SplitCounts) -> str:
+        """The text with which a difference could be clear, at least twice as much."""
+        wanted = 4 * math.ceil(max(2 * counts.report, LEAST_UNITS) / 4)
+        advice = f"Measure more text: {_flags(counts, wanted)}, and fewer than {LEAST_UNITS} tell nothing apart."
+        return advice if self.uniform is None or self._is_rival else advice + self._until_then(self.uniform)
+
+    def _until_then(self, uniform: UniformRecord) -> str:
+        return f" Until then use {self._uniform_by_search(uniform)}: it is simpler."
 
     def _uniform_by_search(self, uniform: UniformRecord) -> str:
         """The uniform, and how a search makes a profile of it."""
@@ -257,6 +282,12 @@ class _Facts:
         layers = write_ranges([_pair_of(uniform)] * len(ids), ids=ids)
         plain = "" if uniform.name.endswith(TRANSFORMED) else " --transforms none"
         return f"uniform {_with_transforms(uniform.name)}, by a search with --layers {layers}{plain}"
+
+
+def _flags(counts: SplitCounts, wanted: int) -> str:
+    """The flags that report on so many sequences, and what they do."""
+    flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"
+    return f"{flags} reports on {wanted} sequences in place of {counts.report}"
 
 
 def _pair_of(uniform: UniformRecord) -> PrecisionPair:

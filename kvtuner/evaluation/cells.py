@@ -16,9 +16,10 @@ import numpy as np
 from scipy.stats import binomtest, norm, t
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.statistics import DEFAULT_LEVEL, LEAST_UNITS, Interval, bootstrap_mean
+from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Cell, CellResult, PairedDifference
 from kvtuner.exported_configs.scheme_names import REFERENCE
+from kvtuner.exported_configs.verdict import LEAST_UNITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 DEFAULT_NUM_RESAMPLES = 2000
 DEFAULT_LEVEL = 0.95
-LEAST_UNITS = 6
-"""The fewest units that can differ clearly: all with one sign have p = 2 ** (1 - units) when signs are flipped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.exported_configs.verdict import LEAST_UNITS
 from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent, window_facts
 from kvtuner.report.layer_strip import legend, strip_lines, tracks
 from kvtuner.report.search_data import SCORE_TITLES, rank_text
@@ -114,10 +115,11 @@ def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verb
         " first row's on the same text"
     )
     level = f"{100 * data.interval_level:g}%"
-    return [*textwrap.wrap(title, width), *_quality_table(rows, level, width).lines(), *textwrap.wrap(note, width)]
+    table = _quality_table(rows, quality.num_sequences, level, width)
+    return [*textwrap.wrap(title, width), *table.lines(), *textwrap.wrap(note, width)]
 
 
-def _quality_table(rows: list[QualityRow], level: str, width: int) -> Table:
+def _quality_table(rows: list[QualityRow], num_sequences: int | None, level: str, width: int) -> Table:
     """The columns that fit; those that decide least are left out first."""
     columns = {
         "": [
@@ -126,7 +128,7 @@ def _quality_table(rows: list[QualityRow], level: str, width: int) -> Table:
         "bits": [fixed(row.mean_bits) for row in rows],
         "stored": [fixed(row.effective_bits) for row in rows],
         f"KL nats/token [{level}]": [interval(row.kl) for row in rows],
-        "vs profile": [comparison(row.difference) for row in rows],
+        "vs profile": [comparison(row.difference, num_sequences) for row in rows],
         "p99": [number(row.kl_p99) for row in rows],
         "top-1": [percent(row.top1) for row in rows],
         "perplexity": [fixed(row.perplexity) for row in rows],
@@ -140,12 +142,13 @@ def _quality_table(rows: list[QualityRow], level: str, width: int) -> Table:
     return Table(names, cells, left=(0, names.index(f"KL nats/token [{level}]"), names.index("vs profile")))
 
 
-def comparison(difference: Interval | None) -> str:
-    """What a paired difference says of a row beside the winner."""
+def comparison(difference: Interval | None, num_sequences: int | None) -> str:
+    """What a paired difference over so many sequences says of a row beside the winner; None is not known."""
     if difference is None:
         return ""
     if difference.low == difference.high == 0:
         return "the same"
-    if not difference.excludes_zero:
+    is_little = num_sequences is not None and num_sequences < LEAST_UNITS
+    if is_little or not difference.excludes_zero:
         return "unclear"
     return "worse" if difference.mean > 0 else "better"

@@ -348,9 +348,10 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.pipeline.stages import baseline_comparison
 
-    low = 0.5 if flags else 0.0
-    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
-    assert search(tmp_path / "run", "--budget", "4bit", *flags, trials=2)["uniform_winner"] is None
+    real, low = baseline_comparison.kl_difference, 0.5 if flags else 0.0
+    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *of: Interval(real(*of).mean, low, 2.0))
+    flags = ("--budget", "4bit", "--sequences", "2,2,6", *flags)
+    assert search(tmp_path / "run", *flags, trials=2)["uniform_winner"] is None
 
 
 def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
@@ -433,14 +434,14 @@ def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.pipeline.stages import baseline_comparison
 
-    real = baseline_comparison._baselines
-    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
+    real, same, worse = baseline_comparison._baselines, Interval(0.0, 0.0, 0.0), Interval(1.0, 0.5, 1.5)
+    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda one, other, _: same if one == other else worse)
     monkeypatch.setattr(
         baseline_comparison,
         "_baselines",
         lambda *arguments: [c for c in real(*arguments) if not c.specs or c.has_transforms == transforms],
     )
-    result = search(tmp_path / "run", "--budget", "4bit", trials=2)
+    result = search(tmp_path / "run", "--budget", "4bit", "--sequences", "2,2,6", trials=2)
     winner = result["quality"][0]["winner"]
     assert winner["transforms"] == transforms
     assert result["uniform_winner"] == winner["name"] + (" + transforms" if transforms else "")

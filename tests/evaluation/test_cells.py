@@ -13,8 +13,8 @@ from scipy.stats import binom, permutation_test
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.cells import BinaryScores, MeanScores, sign_flip
-from kvtuner.evaluation.statistics import LEAST_UNITS
 from kvtuner.exported_configs.profile.evaluation_record import SIGNIFICANT, Cell
+from kvtuner.exported_configs.verdict import LEAST_UNITS
 
 
 def marks(text: str) -> BinaryScores:

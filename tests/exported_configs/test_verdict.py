@@ -33,6 +33,7 @@ def profile_of(
     plain_kl: float = 0.05,
     fp8_kl: float | None = 0.008,
     pairs: Sequence[tuple[int, int | None]] = MIXED,
+    num_sequences: int = 12,
     geometry: ModelGeometry | CacheGeometry = HEADS,
     **quality: Any,
 ) -> Profile:
@@ -57,7 +58,7 @@ def profile_of(
     calibration = {
         "corpus": "corpus",
         "token_ids_sha256": {"calibrate": HASH, "select": HASH, "report": HASH},
-        "num_sequences": {"calibrate": 4, "select": 12, "report": 12},
+        "num_sequences": {"calibrate": 4, "select": 12, "report": num_sequences},
         **{"sequence_length": 512, "position_range": [0, 8191], "seed": 0, "score": "kl"},
     }
     provenance = {
@@ -205,6 +206,33 @@ def test_a_difference_that_no_text_would_tell_leaves_the_choice() -> None:
     found = verdict(0.0105, difference=(-0.06, 0.06))
     assert found.recommendation == "more text"
     assert f"takes more than {MAX_SEQUENCES:,} report sequences" in found.advice and "Use it or K4V2" in found.advice
+
+
+@pytest.mark.parametrize(("num_sequences", "wanted"), [(2, 8), (3, 8), (4, 8), (5, 12)])
+@pytest.mark.parametrize("difference", [(-0.004, -0.002), (0.002, 0.004), (-0.001, 0.001)])
+def test_a_difference_of_few_sequences_asks_for_more_whatever_its_interval(
+    num_sequences: int, wanted: int, difference: tuple[float, float]
+) -> None:
+    found = verdict(0.007, difference=difference, num_sequences=num_sequences)
+    assert found.recommendation == "more text"
+    assert "The text is too little to tell" in found.findings[2] and "of fewer than 6 sequences)" in found.findings[2]
+    assert found.advice == (
+        f"Measure more text: --sequences 4,12,{wanted} reports on {wanted} sequences in place of {num_sequences}, and"
+        " fewer than 6 tell nothing apart. Until then use uniform K4V2 with transforms, by a search with --layers"
+        " 0-5:K4V2: it is simpler."
+    )
+    assert verdict(0.007, difference=difference, num_sequences=6).recommendation != "more text"
+
+
+@pytest.mark.parametrize("rival", [{"difference": None}, {"difference": (0.0, 0.0), "pairs": UNIFORM}])
+def test_few_sequences_recommend_nothing_without_another_rival_either(rival: dict[str, Any]) -> None:
+    found = verdict(0.01, num_sequences=5, **rival)
+    assert found.recommendation == "more text" and found.advice.endswith(" tell nothing apart.")
+    assert verdict(0.01, num_sequences=6, **rival).recommendation == "use"
+
+
+def test_a_kl_that_harms_asks_for_a_budget_on_few_sequences_too() -> None:
+    assert verdict(0.05, uniform_kl=0.01, difference=(0.03, 0.05), num_sequences=2).recommendation == "another budget"
 
 
 BUDGETS = [

@@ -81,6 +81,17 @@ def test_a_row_is_judged_by_the_paired_interval_alone(
     assert [w for w in ("worse", "better", "unclear", "the same") if w in line] == [word]
 
 
+@pytest.mark.parametrize(("num_sequences", "word"), [(2, "unclear"), (5, "unclear"), (6, "worse"), (None, "worse")])
+def test_a_row_of_few_sequences_is_unclear_whatever_the_interval(
+    make_report: MakeReport, num_sequences: int | None, word: str
+) -> None:
+    data = make_report(2)
+    quality = replace(beside(data.quality[0], Interval(0.2, 0.1, 0.3)), num_sequences=num_sequences)
+    text = search_text(replace(data, quality=(quality,)), WIDE, verbose=True)
+    (line,) = [line for line in text.splitlines() if quality.baselines[0].name in line]
+    assert [w for w in ("worse", "better", "unclear") if w in line] == [word]
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("verbose", [False, True])
 def test_text_is_ascii_within_the_terminal_whatever_the_names(

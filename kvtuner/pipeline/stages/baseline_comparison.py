@@ -15,6 +15,7 @@ from kvtuner.evaluation.validation import (
     kl_difference,
     pooled,
 )
+from kvtuner.exported_configs.verdict import LEAST_UNITS
 from kvtuner.pipeline.progress import say
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.search_data import ALL_OFFSETS, OffsetQuality, QualityRow
@@ -118,14 +119,15 @@ class BaselineComparison:
         ]
 
     def _overridden(self) -> SearchOutcome:
-        """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
+        """The best uniform inside the budget instead of the winner, if the paired interval lies above zero.
 
-        Layers that are kept stay as they are, and so does a nested family.
+        Layers that are kept stay as they are, and so does a nested family, and the winner on too few sequences.
         """
         run, outcome, baseline = self.run, self.outcome, self.best_uniform
         if outcome.study is None or run.options.nested or baseline is None:
             return outcome
-        if self.winner_less(baseline).low <= 0:
+        is_little = len(self.pooled(baseline).kl) < LEAST_UNITS
+        if is_little or self.winner_less(baseline).low <= 0:
             return outcome
         name = f"{baseline.name} with transforms" if baseline.has_transforms else baseline.name
         say(f"uniform {name} beats the searched configuration on the report split and takes its place")

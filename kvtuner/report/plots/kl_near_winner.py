@@ -64,8 +64,10 @@ def kl_near_winner(quality: OffsetQuality, width: float) -> Drawing:
         drawing.height += _HEADING
         repeated = {id(row) for before, row in pairwise(members) if before.bytes_per_token == row.bytes_per_token}
         for row in members:
-            _draw_row(drawing, row, names[id(row)], axis, columns, is_winner=row is quality.winner)
-            if id(row) not in repeated or row is quality.winner:
+            is_winner = row is quality.winner
+            beside = "winner" if is_winner else comparison(row.difference, quality.num_sequences)
+            _draw_row(drawing, row, (names[id(row)], beside), axis, columns, is_winner=is_winner)
+            if id(row) not in repeated or is_winner:
                 middle = drawing.height + _ROW / 2
                 drawing.write(columns.bytes_end, middle, count(row.bytes_per_token), "soft", anchor="end")
             drawing.height += _ROW
@@ -117,18 +119,20 @@ def _draw_scale(drawing: Drawing, quality: OffsetQuality, axis: LogAxis, bottom:
 
 
 def _draw_row(
-    drawing: Drawing, row: QualityRow, name: str, axis: LogAxis, columns: _Columns, *, is_winner: bool
+    drawing: Drawing, row: QualityRow, texts: tuple[str, str], axis: LogAxis, columns: _Columns, *, is_winner: bool
 ) -> None:
+    """Draw a row; its texts are its name, and what it is beside the winner."""
     assert row.kl is not None
+    name, beside = texts
     middle = drawing.height + _ROW / 2
     if is_winner:
         drawing.rect(0, drawing.height, columns.start, _ROW, "marked")
     title = f"{row.label}: {count(row.bytes_per_token)} bytes per token, KL {interval(row.kl)}"
     if row.difference is not None:
-        title += f"; minus winner's {interval(row.difference)}, {comparison(row.difference)}"
+        title += f"; minus winner's {interval(row.difference)}, {beside}"
     room = columns.bytes_end - 6 * CHARACTER
     drawing.write(0, middle, shortened(name, room), "strong" if is_winner else "", title=title)
-    drawing.write(columns.comparison, middle, "winner" if is_winner else comparison(row.difference), "soft")
+    drawing.write(columns.comparison, middle, beside, "soft")
     if axis.holds(row.kl.mean):
         drawing.line(axis.at(row.kl.low), middle, axis.at(row.kl.high), middle, "interval", title)
         _draw_symbol(drawing, row, axis.at(row.kl.mean), middle, title, is_winner=is_winner)

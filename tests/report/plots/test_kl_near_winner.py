@@ -64,6 +64,14 @@ def test_a_rival_of_the_winners_bytes_and_kl_is_not_covered(make_report: MakeRep
     assert f" {twin_y + 19:g}" in symbols[1].place["d"]
 
 
+@pytest.mark.parametrize(("num_sequences", "word"), [(5, "unclear"), (6, "worse")])
+def test_a_rival_on_few_sequences_is_unclear(make_report: MakeReport, num_sequences: int, word: str) -> None:
+    quality = make_report(4).quality[0]
+    rival = replace(quality.winner, name="K4V4", difference=Interval(0.2, 0.1, 0.3))
+    drawing = kl_near_winner(replace(quality, baselines=(rival,), num_sequences=num_sequences), 358)
+    assert [mark.text for mark in drawing.marks if mark.text in ("unclear", "worse")] == [word]
+
+
 @pytest.mark.parametrize("kl", [Interval(0, 0, 0), Interval(math.nan, 0, 1), Interval(math.inf, 0, math.inf), None])
 def test_a_winner_without_a_kl_above_zero_is_drawn_too(make_report: MakeReport, kl: Interval | None) -> None:
     quality = make_report(4).quality[0]
