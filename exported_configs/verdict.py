@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from kvtuner.exported_configs.padded_rows import layers_with_room
 from kvtuner.exported_configs.scheme_names import FP8
 from kvtuner.layer_ranges import write_layers, write_ranges
-from kvtuner.precision import SIDES, PrecisionPair
+from kvtuner.precision import ROW_ALIGNMENT_BYTES, SIDES, PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtuner.exported_configs.profile.layer_storage import LayerRecord
     from kvtuner.exported_configs.profile.profile import Profile
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         SplitCounts,
         UniformRecord,
     )
+    from kvtuner.precision import Side
 
 Recommendation = Literal["use", "use the uniform", "another budget", "more text"]
 HARMLESS_KL: Final = 0.02
@@ -88,7 +90,8 @@ class _Facts:
         self.limit = harmless_kl(self.fp8.kl_mean if self.fp8 else None)
 
     def verdict(self) -> Verdict:
-        findings = (self._size(), self._quality(), *self._beside_uniform(), *self._gains(), *self._next_budget())
+        others = (*self._gains(), *self._next_budget(), *self._same_bytes())
+        findings = (self._size(), self._quality(), *self._beside_uniform(), *others)
         if self._is_harmful:
             return Verdict(findings, "another budget", self._larger_budget())
         if self._counts is not None and self._is_little_text:
@@ -218,16 +221,42 @@ class _Facts:
 
     def _wide_layers(self) -> str:
         """The layers whose keys or values have more bits than half of all layers', such as ``keys of layers 0, 4``."""
+        usual = {side: median_low([_bits_of(entry, side) for entry in self._growing]) for side in SIDES}
+        return self._layers_where(lambda entry, side: _bits_of(entry, side) > usual[side])
+
+    def _layers_where(self, is_so: Callable[[LayerRecord, Side], bool]) -> str:
+        """The layers whose keys or values are so, such as ``keys of layers 0, 4 and values of layer 2``."""
         parts = []
-        entries = self._growing
-        nouns = ("keys", "values") if any(entry.v is not None for entry in entries) else ("latents",)
+        nouns = ("keys", "values") if any(entry.v is not None for entry in self._growing) else ("latents",)
         for side, noun in zip(SIDES, nouns, strict=False):
-            bits = [entry.pair.k_bits if side == "k" else entry.pair.v_bits for entry in entries]
-            usual = median_low(bits)
-            layers = [entry.layer for entry, own in zip(entries, bits, strict=True) if own > usual]
+            layers = [entry.layer for entry in self._growing if is_so(entry, side)]
             if layers:
                 parts.append(f"{noun} of layer{'s' * (len(layers) > 1)} {write_layers(layers)}")
         return " and ".join(parts)
+
+    def _same_bytes(self) -> Sequence[str]:
+        """The layers that could have more bits in the same bytes, where bits were counted, and a uniform that has."""
+        budget, searched = self.profile.budget, self.profile.provenance.search is not None
+        if searched and not budget.asked.endswith("bit"):
+            return ()
+        room = layers_with_room(self.profile)
+        layers = self._layers_where(lambda entry, side: entry.layer in room[side])
+        if not layers:
+            return ()
+        asked = f"{self.profile.bytes_per_token(budget.tp_size)}B/token" if budget.pp_size == 1 else "in bytes"
+        padded = f"Rows are padded to {ROW_ALIGNMENT_BYTES} bytes, and {layers} would take no more with more bits"
+        return (f"{padded}: --budget {asked} counts bytes.{self._uniform_of_same_bytes()}",)
+
+    def _uniform_of_same_bytes(self) -> str:
+        """The best baseline of more bits in no more bytes, if its KL is lower."""
+        budget = self.profile.budget
+        rivals = [
+            (baseline.kl_mean, baseline.name)
+            for baseline in self.quality.baselines
+            if baseline.mean_bits > budget.mean_bits and baseline.effective_bits <= budget.effective_bits
+        ]
+        kl, name = min(rivals, default=(self.kl, ""))
+        return f" In no more bytes uniform {_with_transforms(name)} has {_figure(kl)}." if kl < self.kl else ""
 
     def _next_budget(self) -> Sequence[str]:
         """What a bit more would bring."""
@@ -282,6 +311,10 @@ class _Facts:
         layers = write_ranges([_pair_of(uniform)] * len(ids), ids=ids)
         plain = "" if uniform.name.endswith(TRANSFORMED) else " --transforms none"
         return f"uniform {_with_transforms(uniform.name)}, by a search with --layers {layers}{plain}"
+
+
+def _bits_of(entry: LayerRecord, side: Side) -> int:
+    return entry.pair.k_bits if side == "k" else entry.pair.v_bits
 
 
 def _flags(counts: SplitCounts, wanted: int) -> str:

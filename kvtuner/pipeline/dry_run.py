@@ -42,6 +42,10 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
             "inside": [c.budget.text for c in constraints if c.is_met(pairs)],
         }
 
+    uniforms = [
+        row(REFERENCE if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
+        for pair in (PrecisionPair(16, 16), *uniform_pairs(quant.widths, geometry))
+    ]
     ahead = forward_tokens_ahead(options, shape, quant, targets)
     reads = weight_reads_ahead(options, shape, quant, targets)
     window = options.measurement.window
@@ -55,12 +59,12 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
         "geometry": geometry.as_dict(),
         "tp_size": tp_size,
         "pp_size": pp_size,
-        "uniform": [
-            row(REFERENCE if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
-            for pair in (PrecisionPair(16, 16), *uniform_pairs(quant.widths, geometry))
-        ],
+        "uniform": uniforms,
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
-        "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],
+        "budgets": [
+            {"asked": c.budget.text, "smallest": c.smallest(), "padded": _padded(c.budget.text, uniforms)}
+            for c in constraints
+        ],
         "forward_tokens": {**ahead, "total": sum(ahead.values())},
         **({"weight_reads": {**reads, "total": sum(reads.values())}} if options.stream else {}),
     }
@@ -81,10 +85,26 @@ def dry_run_lines(facts: dict[str, Any]) -> list[str]:
     if text := rank_text(facts["tp_size"], facts["pp_size"]):
         lines.append(f"bytes and tokens are those{text}")
     lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in facts["budgets"]]
+    lines += [
+        f"budget {row['asked']}: {wider['uniform']} takes the {count(wider['bytes_per_token'])} bytes of"
+        f" {wider['inside']}, whose rows are padded more; --budget {wider['bytes_per_token']}B/token holds it"
+        for row in facts["budgets"]
+        for wider in row["padded"]
+    ]
     lines += ["\nforward tokens, at most:", *_work(facts["forward_tokens"])]
     if "weight_reads" in facts:
         lines += ["\nreads of all layers from their files, at most:", *_work(facts["weight_reads"])]
     return lines
+
+
+def _padded(asked: str, uniforms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The uniforms that a budget does not hold, though they take the bytes of one inside, with that one."""
+    inside = {row["bytes_per_token"]: row["name"] for row in uniforms if asked in row["inside"]}
+    return [
+        {"uniform": row["name"], "inside": inside[stored], "bytes_per_token": stored}
+        for row in uniforms
+        if asked not in row["inside"] and (stored := row["bytes_per_token"]) in inside
+    ]
 
 
 def _work(ahead: Mapping[str, int]) -> list[str]:

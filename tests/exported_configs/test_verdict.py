@@ -276,6 +276,44 @@ def test_a_verdict_says_what_a_bit_more_would_have() -> None:
     assert "would have" not in str(verdict(0.007))
 
 
+ONE_HEAD_OF_80 = ModelGeometry(3, 2, 1, 80, 80)
+
+
+def last_finding(
+    pairs: Sequence[tuple[int, int | None]], *, kl: float = 0.007, asked: str = "3.5bit", geometry: Any = ONE_HEAD_OF_80
+) -> str:
+    """The last finding on layers beside a K4V4 of KL 0.005 in 288 bytes."""
+    rival = {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.8, "kl_mean": 0.005, "kl_low": 0, "kl_high": 1}
+    profile = profile_of(kl, pairs=pairs, geometry=geometry, difference=None, baselines=[rival])
+    budget = profile.budget.model_copy(update={"asked": asked})
+    found = verdict_of(profile.model_copy(update={"budget": budget}))
+    assert found is not None
+    return found.findings[-1]
+
+
+def test_rows_that_padding_makes_as_long_as_wider_ones_are_named_with_their_bytes() -> None:
+    mixed: list[tuple[int, int | None]] = [(4, 3), (3, 3), (3, 4)]
+    counts = (  # 3 bits of 80 channels take 34 bytes, and 4 bits 44: with padding both take 48
+        "Rows are padded to 16 bytes, and keys of layers 1-2 and values of layers 0-1 would take no more with more"
+        " bits: --budget 288B/token counts bytes."
+    )
+    assert last_finding(mixed) == f"{counts} In no more bytes uniform K4V4 has 0.00500."
+    assert last_finding(mixed, kl=0.004) == counts
+    assert "Rows are padded" not in last_finding([(4, 4), (2, 4), (8, 2)])
+    assert "Rows are padded" not in last_finding(mixed, asked="288B/token")
+    shorter = last_finding([(3, 2), (3, 2), (4, 4)])
+    assert "--budget 256B/token" in shorter and "In no more bytes" not in shorter
+    narrow = last_finding([(2, 2)] * 3, geometry=ModelGeometry(3, 2, 1, 24, 24))  # which 3 bits cannot hold
+    assert "keys of layers 0-2 and values of layers 0-2 would" in narrow and "--budget 96B/token" in narrow
+
+
+def test_rows_of_latents_that_could_have_more_bits_are_called_so() -> None:
+    latent = LayerGeometry(LayerKind("latent"), 8, 1, 48, 0, rope_dim=16)
+    found = last_finding([(3, None)] * 2, geometry=CacheGeometry((latent,) * 2))
+    # 18 bytes and a word of 4, or 24 and 4, are 32; the rotary channels take 32 more
+    assert "and latents of layers 0-1 would" in found and "--budget 128B/token" in found
+
+
 def test_a_profile_without_measurements_has_no_verdict_and_one_without_a_rival_a_short_one() -> None:
     profile = profile_of(0.007)
     assert verdict_of(profile.model_copy(update={"quality": None})) is None
