@@ -42,7 +42,8 @@ class CorpusSource:
     """The source of a corpus, and how its text is cut into sequences.
 
     Attributes:
-        data: ``demo``, a .txt, .md, .jsonl or .json file, a folder of them, or a `datasets` id as ``name[@revision]``.
+        data: ``demo``, a .txt, .md, .jsonl, .ndjson or .json file, a folder of them, or a `datasets` id as
+            ``name[@revision]``.
         data_config: configuration of the `datasets` id.
         data_split: split of the `datasets` id to read.
         text_field: field of a JSON line or `datasets` row that holds the text; ``messages`` is always understood.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.documents.image_document import ImageDocument, image_document
 from kvtuner.errors import CorpusError
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 DEMO_CORPUS = Path(__file__).parents[1] / "demo" / "corpus.jsonl"
 _ENCODING = "utf-8-sig"  # with or without a byte order mark
+_TEXTS: Final = (".txt", ".md")
+_LINES: Final = (".jsonl", ".ndjson")
+_SUFFIXES: Final = (*_TEXTS, *_LINES, ".json")
+"""The ends of files that are read, in any case: one text each, rows of JSON lines, and a JSON list of rows."""
+_READ: Final = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
 Message = Mapping[str, Any]
 Document = str | tuple[Message, ...] | ImageDocument
 
@@ -32,22 +37,28 @@ def documents_of(source: CorpusSource) -> Iterator[Document]:
     except OSError as error:
         raise CorpusError(f"cannot read {source.data[:60]}: {error.strerror or error}") from error
     if is_folder:
-        files = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".md", ".jsonl", ".json")]
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in _SUFFIXES]
         if not files:
-            raise CorpusError(f"{path} holds no .txt, .md, .jsonl or .json file")
+            raise CorpusError(f"{path} holds no {_READ} file")
         for file in files:
             yield from _file_documents(file, source.text_field)
     elif is_file:
         yield from _file_documents(path, source.text_field)
-    elif path.suffix in (".txt", ".md", ".jsonl", ".json") or source.data.startswith((".", "/", "~")):
+    elif path.suffix.lower() in _SUFFIXES or source.data.startswith((".", "/", "~")):
         raise CorpusError(f"{source.data} does not exist")
     else:
         yield from _dataset_documents(source)
 
 
 def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise CorpusError(
+            f"data of a file must end in {_READ}, but {path} does not; rename it if it is one text, and convert rows,"
+            " such as of CSV or Parquet, to JSON lines"
+        )
     try:
-        if path.suffix not in (".jsonl", ".json"):
+        if suffix in _TEXTS:
             if (text := path.read_text(encoding=_ENCODING)).strip():
                 yield text
             return
@@ -61,7 +72,7 @@ def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """The rows of a JSON list or of JSON lines, numbered from 1."""
-    if path.suffix == ".json":
+    if path.suffix.lower() not in _LINES:
         rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
         if not isinstance(rows, list):
             raise CorpusError(f"{path} must hold a JSON list of objects")

@@ -256,6 +256,22 @@ def test_a_damaged_file_is_refused_by_name(
     assert name in refused
 
 
+@pytest.mark.parametrize("name", ["c.JSONL", "c.ndjson", "c.Json", "c.TXT"])
+def test_the_end_of_a_name_decides_in_any_case(name: str, tmp_path: Path) -> None:
+    contents = {"c.Json": '[{"text": "One."}, {"text": "Two."}]', "c.TXT": "One. Two."}
+    (tmp_path / name).write_text(contents.get(name, '{"text": "One."}\n{"text": "Two."}\n'))
+    expected = ["One. Two."] if name == "c.TXT" else ["One.", "Two."]
+    assert list(documents_of(source(tmp_path / name))) == expected == list(documents_of(source(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.parquet", "data.jsonl.gz", "data"])
+def test_a_file_of_another_end_is_no_text(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("text\nOne.\n")
+    refused = refusal(source(tmp_path / name), tokenizer)
+    assert "must end in .txt, .md, .jsonl, .ndjson or .json" in refused
+    assert f"{tmp_path / name} does not" in refused
+
+
 @pytest.mark.parametrize("depth", range(100, 1100, 50))
 def test_a_conversation_of_any_depth_is_read_or_refused(
     depth: int, make_tokenizer: MakeTokenizer, tmp_path: Path
@@ -293,7 +309,7 @@ def test_data_that_does_not_exist_is_refused(tokenizer: Tokenizer, tmp_path: Pat
     assert "does not exist" in refusal(source(tmp_path / "absent.jsonl"), tokenizer)
     assert "does not exist" in refusal(source("absent.txt"), tokenizer)
     (tmp_path / "empty").mkdir()
-    assert "holds no .txt, .md, .jsonl or .json file" in refusal(source(tmp_path / "empty"), tokenizer)
+    assert "holds no .txt, .md, .jsonl, .ndjson or .json file" in refusal(source(tmp_path / "empty"), tokenizer)
 
 
 def test_repeated_documents_are_refused_or_dropped(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
