@@ -16,7 +16,13 @@ from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.rank_processes import folder_of, in_groups, rank_group, refuse_ranks
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
-from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
+from kvtuner.pipeline.stages.search_targets import (
+    WRITE_LOCK,
+    SearchTarget,
+    bind_targets,
+    refuse_other_targets,
+    targets_of,
+)
 from kvtuner.pipeline.stages.time_limit import TimeLimit
 from kvtuner.pipeline.stages.work_ahead import phases_ahead
 from kvtuner.pipeline.stages.worker_processes import WorkerPlace, placed, quiet_unless_first, workers_beside
@@ -180,6 +186,7 @@ def _search(
         if phases.layouts or phases.window_length:
             # Rows of 8 bits may have become longer, and copies take bytes of some budgets.
             targets = targets_of(options, shape, phases.bench.options.quant)
+        group.lead(lambda: bind_targets(folder, targets))
         return _search_targets(SearchRun(options, phases, table, group), targets, place, on_result, limit)
 
 
@@ -205,7 +212,7 @@ def _search_targets(
             comparison = BaselineComparison(run, outcome, validator)
 
         def write(target: SearchTarget = target, comparison: BaselineComparison = comparison) -> None:
-            with run.folder.lock("finish.lock", waiting="another worker writes the results"):
+            with run.folder.lock(WRITE_LOCK, waiting="another worker writes the results"):
                 results.append(_finish(run, target, comparison))
             if on_result is not None:
                 on_result(results[-1])
@@ -219,7 +226,6 @@ def _finish(run: SearchRun, target: SearchTarget, comparison: BaselineComparison
     quality = comparison.quality()
     profile = make_profile(comparison, quality, command=search_command(run.options))
     file = run.folder.file(target.profile_file)
-    bind_target(run.folder, target)
     write_profile(file, profile)
     data = make_report_data(comparison, profile, quality)
     folder = RunFolder(run.folder.file(f"report{target.suffix}")) if target.suffix else run.folder

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvtuner.pipeline import search as search_module
+from kvtuner.pipeline.stages.budget_search import BudgetSearch
+from kvtuner.pipeline.stages.search_targets import bind_targets, targets_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from fixture_types import MakeTokenizer, ModelFolder, RunCommand, Search
+
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.pipeline.options import SearchOptions
+    from kvtuner.run_folder import RunFolder
 
     Refused = Callable[..., str]
 
@@ -228,6 +237,45 @@ def test_a_run_folder_of_another_profile_is_refused_and_kept(
         assert "--out" in message
         assert "--budget 3bit 6bit" in message
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()} == before
+
+
+@pytest.mark.slow
+def test_a_search_that_another_one_overtook_is_refused_before_it_measures_for_its_own_profile(
+    refused_search: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both begin in an empty folder, and the other one is done with calibration first."""
+    out = tmp_path / "run"
+    measure = search_module.measure_sensitivity
+
+    def overtaken(options: SearchOptions, shape: ModelShape, folder: RunFolder, **phases: Any) -> Any:
+        measured = measure(options, shape, folder, **phases)
+        other = replace(options, budget=("3bit",))
+        bind_targets(folder, targets_of(other, shape, measured[0].bench.options.quant))
+        return measured
+
+    monkeypatch.setattr(search_module, "measure_sensitivity", overtaken)
+    message = refused_search("--budget", "6bit", "--trials", "2", "--out", out)
+    assert "asked is" in message and "--budget 3bit 6bit" in message
+    assert (out / "sensitivity.json").exists()
+    assert not any((out / name).exists() for name in ("measured.jsonl", "study.db", "profile.json"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_keeps_its_folder_for_the_same_command(
+    run_search: RunCommand, refused_search: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = ("--trials", "2", "--no-report", "--out", tmp_path / "run")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BudgetSearch, "winner", interrupt)
+        assert run_search("--budget", "3bit", *flags)[0] == 130
+    assert not (tmp_path / "run" / "profile.json").exists()
+    assert "asked is" in refused_search("--budget", "6bit", *flags)
+    status, _, error = run_search("--budget", "3bit", *flags)
+    assert status == 0, error
 
 
 @pytest.mark.parametrize(("content", "complaint"), [

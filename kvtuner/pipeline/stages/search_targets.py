@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.field_types import MAX_TEXT
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.cache_scheme import RankLayout
     from kvtuner.pipeline.options import SearchOptions
     from kvtuner.precision import PrecisionPair
+
+WRITE_LOCK: Final = "finish.lock"
+"""The lock of whoever notes the targets of a run folder, or writes its results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def targets_of(options: SearchOptions, shape: ModelShape, quant: QuantizationOpt
 def refuse_other_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> None:
     """Refuse to replace a profile in the folder by one of another target; the error names the first difference."""
     for target in targets:
-        if not folder.file(target.identity_file).exists():
+        if not folder.has(target.identity_file):
             continue
         known = folder.read_checked(target.identity_file)
         try:
@@ -101,10 +104,12 @@ def refuse_other_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> 
             ) from error
 
 
-def bind_target(folder: RunFolder, target: SearchTarget) -> None:
-    """Note whose profile is about to be written; another target's may have been written meanwhile."""
-    refuse_other_targets(folder, [target])
-    folder.write_checked(target.identity_file, target.identity)
+def bind_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> None:
+    """Note whose profiles this search makes, before it works for them; another search may have done so meanwhile."""
+    with folder.lock(WRITE_LOCK, waiting="another worker writes"):
+        refuse_other_targets(folder, targets)
+        for target in targets:
+            folder.write_checked(target.identity_file, target.identity)
 
 
 def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
