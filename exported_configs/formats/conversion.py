@@ -34,6 +34,7 @@ WIDER_BITS: Final = 4
 """The bits that a file has for 3, which no other tool stores."""
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
+_EVEN_WAY_OUT: Final = f"keep the profile's own file, or measure equal bits, such as --layers 0-3:K4V4 {EXPORTABLE}"
 
 
 class LostFeature(NamedTuple):
@@ -231,24 +232,28 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
         for layer, pair in enumerate(profile.pairs)
         if THREE_BITS in (pair.k_bits, pair.v_bits)
     ][:1]
-    if widened and not lossy:
-        raise _strict_refusal(name, widened)
-    exported: Exported = _module(name).write(_without_three_bits(profile) if widened else profile)
-    if exported.lost and not lossy:
-        raise _strict_refusal(name, exported.lost)
-    dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in (*widened, *exported.lost))
-    return replace(exported, notes=(*exported.notes, *dropped))
+    exported = _without_three_bits(profile, name) if widened else _written(profile, name)
+    if (lost := (*widened, *exported.lost)) and not lossy:
+        raise _strict_refusal(name, lost)
+    changes = (("widened", widened), ("dropped", exported.lost))
+    notes = (f"{verb}, from layer {layer} on: {what}" for verb, features in changes for layer, what, _ in features)
+    return replace(exported, notes=(*exported.notes, *notes))
 
 
 def _strict_refusal(name: str, lost: Sequence[LostFeature]) -> ProfileError:
     """The error for a loss that nobody accepted; names the flag that does, where the format has one."""
     if not formats.FORMATS[name].can_lose:
         return refusal(name, lost)
-    return refusal(name, lost, f"--lossy drops that; a search with {EXPORTABLE} has nothing to drop")
+    return refusal(name, lost, f"--lossy accepts that; a search with {EXPORTABLE} has nothing to lose")
 
 
-def _without_three_bits(profile: Profile) -> Profile:
-    """A copy with 4 bits wherever the profile has 3, to be written as another tool's file; its digest is stale."""
+def _written(profile: Profile, name: str) -> Exported:
+    exported: Exported = _module(name).write(profile)
+    return exported
+
+
+def _without_three_bits(profile: Profile, name: str) -> Exported:
+    """The file with 4 bits wherever the profile has 3; the copy that is written has a stale digest."""
     wider: list[dict[str, Any]] = [
         {
             side: record.model_copy(update={"bits": WIDER_BITS})
@@ -258,7 +263,10 @@ def _without_three_bits(profile: Profile) -> Profile:
         for entry in profile.layers
     ]
     layers = (entry.model_copy(update=sides) for entry, sides in zip(profile.layers, wider, strict=True))
-    return profile.model_copy(update={"layers": tuple(layers)})
+    try:
+        return _written(profile.model_copy(update={"layers": tuple(layers)}), name)
+    except ProfileError as error:
+        raise ProfileError(f"with {WIDER_BITS} bits in place of {THREE_BITS}: {error}") from error
 
 
 def _module(name: str) -> Any:
@@ -287,7 +295,7 @@ def lost_window(profile: Profile, own: ExactWindow = NO_WINDOW) -> list[LostFeat
 def uneven_layers(profile: Profile) -> list[LostFeature]:
     """The layers that a format with one width for keys and values cannot say."""
     return [
-        LostFeature(layer, f"{pair} has other bits for keys than for values")
+        LostFeature(layer, f"{pair} has other bits for keys than for values", _EVEN_WAY_OUT)
         for layer, pair in enumerate(profile.pairs)
         if pair.k_bits != pair.v_bits
     ]

@@ -146,7 +146,7 @@ def test_a_search_with_the_flags_that_a_refusal_names_is_exported_without_a_loss
     layers = ("--layers", "0-2:K4V2", "--score", "fisher")
     search(tmp_path / "usual", *layers, trials=None)
     status, _, err = run("export", tmp_path / "usual", "--to", "kvtuner-yaml")
-    assert status == 2 and f"a search with {EXPORTABLE} has nothing to drop" in err
+    assert status == 2 and f"a search with {EXPORTABLE} has nothing to lose" in err
     plain = search(tmp_path / "plain", *layers, *EXPORTABLE.split(), trials=None)
     assert {row["transforms"] for row in plain["quality"][0]["baselines"]} == {False}
     preset = tmp_path / "Tiny_pertoken_KVTuner4_0.yaml"
@@ -158,7 +158,7 @@ def test_a_search_with_the_flags_that_a_refusal_names_is_exported_without_a_loss
     assert load_profile(back).digest == load_profile(plain["profile"]).digest
 
 
-@pytest.mark.parametrize("name", ["kvtuner-yaml", "optiq", "ranges", "modelopt", "vllm-skip-layers"])
+@pytest.mark.parametrize("name", ["kvtuner-yaml", "optiq", "ranges", "modelopt"])
 def test_no_other_format_has_three_bits(run: RunCommand, three_bits: Path, name: str) -> None:
     status, stdout, err = run("export", three_bits, "--to", name)
     assert (status, stdout) == (2, "")
@@ -182,8 +182,24 @@ def test_a_lossy_file_has_four_bits_for_three_and_says_so(
     before = three_bits.read_bytes()
     status, stdout, err = run("export", three_bits, "--to", name, "--lossy")
     assert (status, stdout) == (0, text), err
-    assert "dropped, from layer 2 on: 3 bits, for which the file has 4" in err
+    assert "widened, from layer 2 on: 3 bits, for which the file has 4" in err
     assert three_bits.read_bytes() == before
+
+
+def test_what_four_bits_in_place_of_three_cannot_mend_is_said_of_them(run: RunCommand, three_bits: Path) -> None:
+    for flags in ((), ("--lossy",)):
+        status, stdout, err = run("export", three_bits, "--to", "vllm-skip-layers", *flags)
+        assert (status, stdout) == (2, "")
+        assert "with 4 bits in place of 3: vLLM quantizes all layers alike" in err and "--lossy" not in err
+
+
+def test_a_way_out_that_does_not_suffice_is_not_named(run: RunCommand) -> None:
+    for name in ("demo-3bit", "demo-4bit"):  # with 3 bits, and without, keys have other bits than values
+        for flags in ((), ("--lossy",)):
+            status, stdout, err = run("export", f"catalogue:{name}", "--to", "ranges", *flags)
+            assert (status, stdout) == (2, "")
+            assert "has other bits for keys than for values" in err
+            assert "--layers 0-3:K4V4" in err and "--lossy" not in err
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def test_unquantized_layers_are_listed_and_the_dtype_is_said(
     first = next(layer for layer, pair in enumerate(profile.pairs) if pair.k_bits != 16)
     lost = "bits, groups, symmetry and transforms of quantized layers"
     assert exported.notes[-1] == f"dropped, from layer {first} on: {lost}"
-    with pytest.raises(ProfileError, match=f"layer {first}: {lost}; --lossy drops that"):
+    with pytest.raises(ProfileError, match=f"layer {first}: {lost}; --lossy accepts that"):
         write(profile, "vllm-skip-layers")
 
 
