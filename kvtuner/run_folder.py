@@ -62,7 +62,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 def _write_error(path: Path, error: OSError) -> RunFolderError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunFolderError(f"no space left to write {path}; free some and run the same command again to resume")
-    return RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another folder with --out")
+    return RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another place, or make it writable")
 
 
 class LostLockError(Exception):
@@ -190,7 +190,9 @@ class RunFolder:
         except FileNotFoundError as error:
             raise RunFolderError(f"{path} does not exist; run kvtuner calibrate first") from error
         except (OSError, ValueError, RecursionError) as error:
-            raise RunFolderError(f"{path} is damaged ({error}); delete it and run the command again") from error
+            raise RunFolderError(
+                f"{path} is damaged ({error}); delete it and run the command that wrote it again"
+            ) from error
 
     def has(self, name: str) -> bool:
         """Whether `read_checked` has something to read."""

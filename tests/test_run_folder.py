@@ -88,7 +88,9 @@ def test_checked_file_cut_anywhere_is_refused(folder: RunFolder) -> None:
     whole = path.read_bytes()
     for size in range(len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(RunFolderError, match=r"table\.json is damaged .*; delete it and run the command again"):
+        with pytest.raises(
+            RunFolderError, match=r"table\.json is damaged .*; delete it and run the command that wrote it again"
+        ):
             folder.read_checked("table.json")
 
 
@@ -278,7 +280,7 @@ def test_device_without_space_is_reported_by_its_own_error(folder: RunFolder) ->
 def test_folder_that_cannot_be_written_is_refused_with_another_in_mind(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for folder in (RunFolder(tmp_path / "file"), RunFolder(tmp_path / "file" / "below")):
-        with pytest.raises(RunFolderError, match=r"cannot write .*choose another folder with --out"):
+        with pytest.raises(RunFolderError, match=r"cannot write .*choose another place, or make it writable"):
             folder.create()
         with pytest.raises(RunFolderError, match="cannot write"):
             folder.write_checked("table.json", {})

@@ -121,6 +121,16 @@ def test_report_of_an_unfinished_run_says_what_to_do(run: RunCommand, tmp_path: 
     assert "kvtuner search" in err
 
 
+def test_a_way_out_is_one_that_the_command_has(run: RunCommand, tmp_path: Path) -> None:
+    (tmp_path / "report-data.json").write_text("{")
+    status, _, err = run("report", tmp_path)
+    assert status == 2 and "is damaged" in err
+    assert "delete it and run the command that wrote it again" in err
+    status, _, err = run("show", "catalogue:demo-4bit", "--html", "/proc/page.html")
+    assert status == 2 and "/proc" in err
+    assert "--out" not in err
+
+
 def test_doctor_finds_this_machine_fit(run: RunCommand) -> None:
     status, out, _ = run("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
