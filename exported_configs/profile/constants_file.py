@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.document import DocumentKind, parse_json, short, validated
+from kvtuner.exported_configs.profile.document import DocumentKind, first_bytes, parse_json, short, validated
 from kvtuner.exported_configs.profile.field_types import MAX_COUNT
 from kvtuner.exported_configs.profile.layer_storage import Fp16Array, LayerRecord
 
@@ -42,14 +42,12 @@ def read_constants_file(path: Path) -> bytes:
     """The content of the side file of the profile at `path`; `ProfileError` where it is absent or too large."""
     side = constants_path(path)
     try:
-        with side.open("rb") as file:
-            data = file.read(MAX_CONSTANTS_BYTES + 1)
+        return first_bytes(side, MAX_CONSTANTS_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ProfileError(
             f"its constants are in {side.name} beside it, which cannot be read ({reason}); {_AGAIN}"
         ) from error
-    return data
 
 
 def arrays_of(layers: Iterable[LayerRecord]) -> dict[str, Fp16Array]:

@@ -5,6 +5,7 @@ must hold is the reader's matter.
 """
 
 import codecs
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ _FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Possessive, so that an unclosed string costs one pass and not one for every quote in it.
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_OPENED: Final = ("/dev", "/proc")
+"""The folders of what a process has open already."""
 _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
@@ -135,10 +138,20 @@ def one_line(error: BaseException) -> str:
     return "".join(c if c.isprintable() else "?" for c in line)[:200]
 
 
+def first_bytes(path: Path, most: int) -> bytes:
+    """The first bytes of a file, so many at most; `OSError` also for a named pipe, whose reader waits without an end.
+
+    A pipe that a shell opened, such as ``/dev/stdin`` or ``/dev/fd/63``, has a writer.
+    """
+    if path.is_fifo() and not any(map(path.is_relative_to, _OPENED)):
+        raise OSError(errno.EINVAL, "a named pipe, where a file is expected")
+    with path.open("rb") as handle:
+        return handle.read(most)
+
+
 def _read(path: Path, kind: DocumentKind) -> bytes:
     try:
-        with path.open("rb") as handle:
-            return handle.read(kind.max_bytes + 1)
+        return first_bytes(path, kind.max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ProfileError(f"cannot be read ({reason}); give the path of a {kind.noun}.json") from error

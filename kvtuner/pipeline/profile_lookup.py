@@ -13,6 +13,7 @@ from kvtuner.exported_configs.formats.conversion import ImportOptions, read
 from kvtuner.exported_configs.formats.foreign_file import MAX_JSON_BYTES
 from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models
 from kvtuner.exported_configs.identity.model_identity import identity_of
+from kvtuner.exported_configs.profile.document import first_bytes
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import load_index
 from kvtuner.exported_configs.sharing.profile_store import all_stored
@@ -123,8 +124,7 @@ def _content(text: str, file_format: str) -> bytes:
             )
         return text.encode(errors="replace")
     try:
-        with Path(text).open("rb") as handle:
-            return handle.read(MAX_JSON_BYTES + 1)
+        return first_bytes(Path(text), MAX_JSON_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ProfileError(f"{printable(text[:200])} cannot be read ({reason}); give the path of a file") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -228,6 +229,12 @@ def test_what_a_search_finds_by_default_is_exported_with_its_loss_named(
 def test_wrong_flags_are_refused_in_words(run: RunCommand, flags: tuple[str, ...], says: str) -> None:
     status, stdout, err = run("import", "demo.yaml", *flags)
     assert (status, stdout) == (2, "") and says in err
+
+
+def test_a_named_pipe_is_refused(run: RunCommand, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "map.json")
+    status, stdout, err = run("import", tmp_path / "map.json", "--from", "optiq", "--model", "demo")
+    assert (status, stdout) == (2, "") and "map.json cannot be read (a named pipe" in err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,6 +112,10 @@ def test_missing_strange_and_exchanged_file_are_named(profile: Profile, written:
         load_profile(written)
     with pytest.raises(ProfileError, match="its constants are in a side file, which is not at hand"):
         load_profile(written.read_bytes())
+    os.mkfifo(side)
+    with pytest.raises(ProfileError, match=r"which cannot be read \(a named pipe"):
+        load_profile(written)
+    side.unlink()
     side.mkdir()
     with pytest.raises(ProfileError, match="which cannot be read"):
         load_profile(written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,19 @@ def test_path_that_cannot_be_read_is_refused(refusal: Refusal, tmp_path: Path) -
     assert "No such file" in refusal(tmp_path / "absent.json")
     assert "Is a directory" in refusal(tmp_path)
     assert r"'nul\x00byte.json': cannot be read" in refusal("nul\x00byte.json")
+
+
+def test_named_pipe_is_refused_and_one_that_a_shell_opened_is_read(
+    refusal: Refusal, tmp_path: Path, pristine: Document
+) -> None:
+    """A reader of a pipe that nobody writes to would wait without an end."""
+    os.mkfifo(tmp_path / "profile.json")
+    assert "cannot be read (a named pipe, where a file is expected)" in refusal(tmp_path / "profile.json")
+    reader, writer = os.pipe()
+    os.write(writer, encode(pristine))
+    os.close(writer)
+    assert load_profile(f"/dev/fd/{reader}").digest == pristine["digest"]
+    os.close(reader)
 
 
 def test_file_over_8_mib_is_refused_and_one_of_8_mib_is_read(
