@@ -29,7 +29,8 @@ UNKNOWN: Final = "?"
 NO_ROWS: Final = "."
 """The mark of a layer that stores nothing, between others that do."""
 BAND: Final = 10  # layers that stay side by side on the narrowest screen
-MIN_WIDTH: Final = 20
+MIN_WIDTH: Final = 24  # a band beside the names of a difference
+_NAME_WIDTH: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ def tracks(layers: Sequence[LayerRow], prefix: str = "") -> dict[str, str]:
     lines = {
         "K bits": {row.layer: BIT_CODES[row.k_bits] for row in layers},
         "V bits": {row.layer: BIT_CODES[row.v_bits] for row in layers},
-        "K kind": {row.layer: KIND_CODES.get(row.k_transform, UNKNOWN) for row in layers},
-        "V kind": {row.layer: KIND_CODES.get(row.v_transform, UNKNOWN) for row in layers},
+        "K transform": {row.layer: KIND_CODES.get(row.k_transform, UNKNOWN) for row in layers},
+        "V transform": {row.layer: KIND_CODES.get(row.v_transform, UNKNOWN) for row in layers},
     }
     total = 1 + max(row.layer for row in layers)
     return {
@@ -156,12 +157,14 @@ def legend(strips: Sequence[Sequence[LayerRow]], terminal: Terminal) -> list[str
     bits = " ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
     kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
     gap = f"  {NO_ROWS}=stores nothing" if any(rows[-1].layer >= len(rows) for rows in strips) else ""
-    return ["", f"bits   {bits}{gap}", *indented("kind", f"of transform before rounding: {kinds}", terminal)]
+    return ["", f"{'bits':<{_NAME_WIDTH}}{bits}{gap}", *indented("transform", f"before rounding: {kinds}", terminal)]
 
 
 def indented(name: str, text: str, terminal: Terminal) -> list[str]:
     """A named line of text, wrapped."""
-    return textwrap.wrap(text, terminal.width, initial_indent=f"{name:<7}", subsequent_indent=" " * 7)
+    return textwrap.wrap(
+        text, terminal.width, initial_indent=f"{name:<{_NAME_WIDTH}}", subsequent_indent=" " * _NAME_WIDTH
+    )
 
 
 def _painted(run: str, terminal: Terminal) -> str:

@@ -174,27 +174,36 @@ def _circumstances(profile: Profile, *, same_weights: bool) -> dict[str, Any]:
     }
 
 
-def difference_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
-    """Facts, two strips above one another, and a table of the layers that changed."""
-    lines = [*_fact_lines(difference, terminal), "", *_strips(difference, terminal)]
+def difference_lines(difference: ProfileDifference, terminal: Terminal, names: tuple[str, str]) -> list[str]:
+    """Facts, two strips above one another, and a table of the layers that changed; the files have these names."""
+    lines = [*_fact_lines(difference, terminal, names), "", *_strips(difference, terminal)]
     return [*lines, "", *_changed_layers(difference.layers, terminal)] if difference.layers else lines
 
 
-def _fact_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
+def _fact_lines(difference: ProfileDifference, terminal: Terminal, names: tuple[str, str]) -> list[str]:
+    one, other = map(printable, names)
     facts = difference.to_json()
     rows = [("model", *map(printable, facts["model"]))]
     rows += [(name, *(f"{x:.4g}" if isinstance(x, float) else str(x) for x in facts[name])) for name in FIGURES]
     qualities = (difference.first.quality, difference.second.quality)
     rows.append(("kl", *(interval(None if quality is None else quality.measured_kl) for quality in qualities)))
     rows += [(name, *map(str, values)) for name, values in (difference.geometry | difference.defaults).items()]
-    ratio = f"the second takes {facts['bytes_ratio']:.3f}x those of the first"
     size = max(len(row[0]) for row in rows)
-    sentences = [("bytes".ljust(size), ratio), ("quality", difference.quality_text())]
+    sentences = [
+        ("files".ljust(size), f"1, the first, is {one}; 2, the second, is {other}"),
+        ("bytes", _bytes_text(difference, one, other)),
+        ("quality", difference.quality_text()),
+    ]
     return [
         *([f"the same layers: {difference.first.digest}"] if facts["same_digest"] else []),
         *Table([""] * 4, [(*row, "" if row[1] == row[2] else "*") for row in rows], left=(0, 3)).lines(terminal.width),
         *Table.of_facts(sentences).lines(terminal.width),
     ]
+
+
+def _bytes_text(difference: ProfileDifference, one: str, other: str) -> str:
+    first, second = difference.first.bytes_per_token(), difference.second.bytes_per_token()
+    return "the same of both" if first == second else f"{other} takes {second / first:.3f}x those of {one}"
 
 
 def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:

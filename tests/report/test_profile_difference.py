@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
 
+NAMES = ("a.json", "b.json")
+
 
 @pytest.mark.parametrize(
     ("other", "changed", "marks"),
@@ -61,14 +63,19 @@ def test_diff_marks_and_lists_what_changed(other: Profile, changed: dict[int, li
     facts = json.loads(json.dumps(difference.to_json()))
     assert {row["layer"]: row["changed"] for row in facts["layers"]} == changed
     assert facts["same_digest"] == (first.digest == second.digest)
-    lines = difference_lines(difference, Terminal(80))
+    lines = difference_lines(difference, Terminal(80), NAMES)
     assert read_strip(lines, "1 ") == stored_layers(first) and read_strip(lines, "2 ") == stored_layers(second)
     (row,) = (line for line in lines if line.startswith("changed"))
-    assert row[9:].ljust(4) == marks
+    assert row[14:].ljust(4) == marks
     listed = [int(line.split()[1]) for line in lines if re.match(r"layer \d", line)]
     assert listed == list(changed)
+    text = " ".join(" ".join(lines).split())
+    assert "1, the first, is a.json; 2, the second, is b.json" in text
+    one, two = (profile.bytes_per_token() for profile in (first, second))
+    ratio = "bytes the same of both" if one == two else f"bytes b.json takes {two / one:.3f}x those of a.json"
+    assert ratio in text
     assert any("(other constants)" in line for line in lines) == (list(changed.values()) == [["constants"]])
-    page = check_harmless(difference_page(difference, ("a.json", "b.json")))
+    page = check_harmless(difference_page(difference, NAMES))
     assert [cells[-1] for cells in page.layers] == list(marks)
     assert all((("not changed" in cells[0]) == (mark == " ")) for cells, mark in zip(page.layers, marks, strict=True))
 
@@ -79,12 +86,12 @@ def test_diff_of_another_granularity_or_group_says_which() -> None:
     facts = difference_of(first, second).to_json()
     assert {row["layer"]: row["changed"] for row in facts["layers"]} == {0: ["granularity"], 2: ["granularity"]}
     assert facts["defaults"] == {"k.granularity": ["per_token", "per_channel"], "k.group_size": [16, 32]}
-    lines = difference_lines(difference_of(first, second), Terminal(80))
-    assert any(line.startswith("changed") and line[9:] == "^ ^" for line in lines)
+    lines = difference_lines(difference_of(first, second), Terminal(80), NAMES)
+    assert any(line.startswith("changed") and line[14:] == "^ ^" for line in lines)
     assert any(line.startswith("layer 0") and "per channel/none" in line for line in lines)
     groups = difference_of(first, make_profile(plain, v_layout=ScaleLayout(8)))
     assert groups.to_json()["defaults"] == {"v.group_size": [16, 8]} and groups.layers == ()
-    assert defaults_of(difference_lines(groups, Terminal(80))) == [["v.group_size", "16", "8", "*"]]
+    assert defaults_of(difference_lines(groups, Terminal(80), NAMES)) == [["v.group_size", "16", "8", "*"]]
     assert "v.group_size" in Page(difference_page(groups, ("a", "b"))).cells
 
 
@@ -103,16 +110,16 @@ def test_diff_names_each_default_that_differs_once_with_both_values() -> None:
     second = make_profile(
         plain, k_layout=ScaleLayout(32, granularity="per_channel"), v_layout=ScaleLayout(8), symmetric=True
     )
-    assert defaults_of(difference_lines(difference_of(first, second), Terminal(80))) == [
+    assert defaults_of(difference_lines(difference_of(first, second), Terminal(80), NAMES)) == [
         ["k.granularity", "per_token", "per_channel", "*"],
         ["k.group_size", "16", "32", "*"],
         ["k.symmetric", "False", "True", "*"],
         ["v.group_size", "16", "8", "*"],
         ["v.symmetric", "False", "True", "*"],
     ]
-    assert defaults_of(difference_lines(difference_of(second, second), Terminal(80))) == []
+    assert defaults_of(difference_lines(difference_of(second, second), Terminal(80), NAMES)) == []
     windowed = make_profile(plain, window=ExactWindow(32, 4))
-    assert defaults_of(difference_lines(difference_of(first, windowed), Terminal(80))) == [
+    assert defaults_of(difference_lines(difference_of(first, windowed), Terminal(80), NAMES)) == [
         ["residual_length", "0", "32", "*"],
         ["sinks", "0", "4", "*"],
     ]
@@ -128,7 +135,7 @@ def test_diff_of_other_shapes_goes_as_far_as_it_can() -> None:
     assert not heads.has_comparable_quality
     longer = difference_of(first, make_profile(layers_of(30)))
     assert longer.to_json()["layers_compared"] is False and longer.to_json()["layers"] == []
-    lines = difference_lines(longer, Terminal(20))
+    lines = difference_lines(longer, Terminal(24), NAMES)
     assert not any(line.startswith("changed") for line in lines)
     assert read_strip(lines[: lines.index("", lines.index("") + 1)], "1 ") == stored_layers(first)
     page = Page(difference_page(longer, ("a", "b")))

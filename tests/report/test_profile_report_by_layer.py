@@ -18,15 +18,16 @@ from kvtuner.report.profile_report import describe, profile_page, summary
 
 VECTORS = Path(__file__).resolve().parents[2] / "exported_configs" / "vectors" / "valid"
 BY_LAYER = ("gaps", "windows", "two-geometries", "latents")
+NAMES = ("a.json", "b.json")
 PROFILES = {name: load_profile(VECTORS / f"{name}.json") for name in (*BY_LAYER, "uniform")}
 
 
 def test_strip_shows_each_layer_in_its_place_and_marks_those_that_store_nothing() -> None:
     lines = profile_strip(PROFILES["gaps"], Terminal())
-    assert lines[:3] == ["layer  |0        |10", "K bits ...4...F...8", "V bits ...2...8...4"]
+    assert lines[:3] == ["layer       |0        |10", "K bits      ...4...F...8", "V bits      ...2...8...4"]
     assert "=stores nothing" in lines[-2]
     assert not any("=stores nothing" in line for line in profile_strip(PROFILES["windows"], Terminal()))
-    assert profile_strip(PROFILES["gaps"], Terminal(has_colour=True))[1].startswith("K bits ...\x1b")
+    assert profile_strip(PROFILES["gaps"], Terminal(has_colour=True))[1].startswith("K bits      ...\x1b")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_any_two_are_compared_by_the_layers_that_both_store(first: str, second: 
     assert ("kinds" in difference.geometry) == (first != second)
     same = [entry.layer for entry in one.layers] == [entry.layer for entry in other.layers]
     assert (difference.layers is not None) == same
-    assert difference_lines(difference, Terminal()) and difference_page(difference, ("a.json", "b.json"))
+    assert difference_lines(difference, Terminal(), NAMES) and difference_page(difference, NAMES)
 
 
 def test_layers_that_changed_are_named_by_their_ids() -> None:
@@ -81,8 +82,8 @@ def test_layers_that_changed_are_named_by_their_ids() -> None:
     changed = profile.model_copy(update={"layers": tuple(LayerRecord.model_validate(layer) for layer in layers)})
     difference = difference_of(profile, changed)
     assert difference.layers is not None and [change.layer for change in difference.layers] == [7]
-    marks = next(line for line in difference_lines(difference, Terminal()) if line.startswith("changed"))
-    assert marks.split(" ", 1)[1].rstrip().endswith("^") and marks.rstrip().index("^") - len("changed  ") == 7
+    marks = next(line for line in difference_lines(difference, Terminal(), NAMES) if line.startswith("changed"))
+    assert marks.split(" ", 1)[1].rstrip().endswith("^") and marks.rstrip().index("^") - len("1 K transform ") == 7
 
 
 def test_group_of_a_layers_own_is_a_change_of_that_layer() -> None:
@@ -93,13 +94,13 @@ def test_group_of_a_layers_own_is_a_change_of_that_layer() -> None:
     difference = difference_of(profile, changed)
     assert difference.layers is not None
     assert [(change.layer, change.changed) for change in difference.layers] == [(11, ("group_size",))]
-    lines = difference_lines(difference, Terminal())
-    assert next(line for line in lines if line.startswith("changed")).rstrip().index("^") - len("changed  ") == 11
+    lines = difference_lines(difference, Terminal(), NAMES)
+    assert next(line for line in lines if line.startswith("changed")).rstrip().index("^") - len("1 K transform ") == 11
     assert next(line for line in lines if line.startswith("layer 11")).endswith("groups -/16")
 
 
 def test_difference_explains_a_gap_that_only_one_strip_has() -> None:
     gaps, full = PROFILES["gaps"], make_profile(layers_of(10))
     for difference in (difference_of(gaps, gaps), difference_of(gaps, full), difference_of(full, gaps)):
-        assert any("=stores nothing" in line for line in difference_lines(difference, Terminal()))
-    assert not any("=stores nothing" in line for line in difference_lines(difference_of(full, full), Terminal()))
+        assert any("=stores nothing" in line for line in difference_lines(difference, Terminal(), NAMES))
+    assert not any("=stores nothing" in line for line in difference_lines(difference_of(full, full), Terminal(), NAMES))

@@ -30,7 +30,7 @@ def quality_lines(text: str) -> list[str]:
 def test_bits_stand_first_then_what_decides_and_the_verdict_last(make_report: MakeReport) -> None:
     data = replace(make_report(6), verdict=VERDICT)
     text = search_text(data, WIDE)
-    assert text.startswith("layer  |0\nK bits ")
+    assert text.startswith("layer       |0\nK bits ")
     assert "asked            4bit\n" in text
     assert "read plan        decode: tokens after the prompt read quantized keys and values\n" in text
     assert "mean_bits 3.920, effective_bits 4.170" in text

@@ -22,13 +22,14 @@ def _run(args: Namespace) -> int:
 
     first, second = profile_of(args.first), profile_of(args.second)
     difference = difference_of(first.profile, second.profile)
+    names = _names(first, second)
     if args.html:
-        write_page(Path(args.html), difference_page(difference, _names(first, second)))
+        write_page(Path(args.html), difference_page(difference, names))
     if args.json:
         page = {"page": args.html} if args.html else {}
         print(json.dumps({**difference.to_json(), **page}, indent=1))
     else:
-        print("\n".join(difference_lines(difference, Terminal.of_stdout())))
+        print("\n".join(difference_lines(difference, Terminal.of_stdout(), names)))
         if args.html:
             print(f"\npage: {args.html}")
     return int(bool(args.exit_code) and first.profile.digest != second.profile.digest)
