@@ -79,12 +79,13 @@ def dry_run_lines(facts: dict[str, Any]) -> list[str]:
         *_sizes(facts).lines(),
     ]
     if "index_bytes_per_token" in facts:
-        lines.append(f"beside them, keys of indexes: {count(facts['index_bytes_per_token'])} bytes per token in fp8")
+        lines.append(f"each token also has keys of indexes: {count(facts['index_bytes_per_token'])} bytes in fp8")
     if "window" in facts:
-        lines.append(f"beside them, {facts['window']}: {count(facts['window_bytes_per_request'])} bytes per request")
+        lines.append(f"each request also keeps {facts['window']}: {count(facts['window_bytes_per_request'])} bytes")
     if text := rank_text(facts["tp_size"], facts["pp_size"]):
         lines.append(f"bytes and tokens are those{text}")
-    lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in facts["budgets"]]
+    if smallest := dict.fromkeys(row["smallest"] for row in facts["budgets"]):
+        lines.append(f"smallest budget for this model: {', '.join(smallest)}")
     lines += [
         f"budget {row['asked']}: {wider['uniform']} takes the {count(wider['bytes_per_token'])} bytes of"
         f" {wider['inside']}, whose rows are padded more; --budget {wider['bytes_per_token']}B/token holds it"

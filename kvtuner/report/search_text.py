@@ -96,7 +96,7 @@ def search_facts(data: ReportData) -> list[tuple[str, str]]:
 def refinement_text(gain: RefinementGain) -> str:
     """What refinement gained in one line, and which configuration is kept."""
     if gain.mean <= 0:
-        return "no trial was below the exact solution on the select split"
+        return "no trial was below the exact solution on the select split; the exact solution is kept"
     if gain.is_clear:
         return f"{number(gain.mean)} nats per token below the exact solution on the select split"
     error = gain.standard_error

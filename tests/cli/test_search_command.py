@@ -185,7 +185,8 @@ def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, 
     assert plan["forward_tokens"]["total"] > 0
     assert plan["window_bytes_per_request"] == 32 * (by_name["bf16"]["bytes_per_token"] + 3 * 4)  # and positions
     status, out, _ = run(*command)
-    assert (status, f"tokens exact: {plan['window_bytes_per_request']:,} bytes per request" in out) == (0, True)
+    copies = f"each request also keeps the last 32 tokens exact: {plan['window_bytes_per_request']:,} bytes"
+    assert (status, copies in out, out.count("smallest budget for this model: 2bit\n")) == (0, True, 1)
     assert "exact" not in run(*command, "--residual-length", "0")[1]
 
 
