@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.errors import UnsupportedModelError
+from kvtuner.errors import PrecisionError, UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import (
     DEMO,
     architecture_of,
@@ -174,9 +174,11 @@ def read_shape(source: ModelSource) -> ModelShape:
         raise UnsupportedModelError(
             f"--context-length {context_length} exceeds the {longest} positions of {source.model}"
         )
-    for bits in SEARCHED_BITS:
-        for head_dim in geometry.channels.values():
+    try:
+        for head_dim, bits in [(each, bits) for bits in SEARCHED_BITS for each in geometry.channels.values()]:
             check_group_size(head_dim, bits, head_dim)
+    except PrecisionError as error:
+        raise PrecisionError(f"{error}; serve this model without a profile, such as in fp8") from error
     return ModelShape(config, geometry, context_length, cache)
 
 

@@ -117,7 +117,10 @@ class ModelGeometry:
                 f"pp_size {pp_size} splits all layers of a model, of which only some are tuned here; use pp_size 1"
             )
         if not 0 <= pp_rank < pp_size or pp_size > self.num_layers:
-            raise GeometryError(f"pp_rank {pp_rank} of pp_size {pp_size} does not fit {self.num_layers} layers")
+            raise GeometryError(
+                f"pp_rank {pp_rank} of pp_size {pp_size} does not fit {self.num_layers} layers; pipeline stages"
+                f" (--pp-size) may be 1 to {self.num_layers}"
+            )
         share, remainder = divmod(self.num_layers, pp_size)  # as sglang.srt.distributed.utils.get_pp_indices
         sizes = [share + (stage >= pp_size - remainder) for stage in range(pp_size)]
         start = sum(sizes[:pp_rank])

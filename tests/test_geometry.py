@@ -243,7 +243,8 @@ def test_stages_of_seven_layers_are_the_ones_worked_out_by_hand() -> None:
 
 @pytest.mark.parametrize(("pp_rank", "pp_size"), [(-1, 2), (2, 2), (0, 5), (0, 0), (0, -1)])
 def test_stage_that_the_layers_cannot_fill_is_refused(pp_rank: int, pp_size: int) -> None:
-    with pytest.raises(GeometryError, match=f"pp_rank {pp_rank} of pp_size {pp_size} does not fit 4 layers"):
+    message = rf"pp_rank {pp_rank} of pp_size {pp_size} does not fit 4 layers; .*\(--pp-size\) may be 1 to 4"
+    with pytest.raises(GeometryError, match=message):
         geometry().layers_of_stage(pp_rank, pp_size)
 
 
