@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,17 @@ def test_a_model_without_a_cache_of_the_kind_is_refused_before_weights_are_loade
     (folder / "model.safetensors").unlink()
     message = refused("search", "--model", folder, "--budget", "4bit", "--dry-run")
     assert complaint in message
+
+
+def test_a_budget_that_bf16_fits_leaves_nothing_to_search(
+    refused: Refused, run: RunCommand, copied: Callable[..., Path]
+) -> None:
+    search = ("search", "--model", copied(), "--dry-run", "--budget")
+    for budget, less in (("100bit", "16bit"), ("16bit", "16bit"), ("100%", "100%"), ("1GiB@1x64", "GiB@1x64")):
+        message = refused(*search, budget)
+        assert f"{budget} holds every layer in bf16" in message
+        assert re.search(rf"give less than [0-9.]*{less},", message)
+    assert run(*search, "15.9bit")[0] == 0
 
 
 def test_heads_that_3_bits_do_not_fill_are_searched_without(run: RunCommand, copied: Callable[..., Path]) -> None:
@@ -359,4 +371,5 @@ def test_debug_shows_the_traceback(run: RunCommand) -> None:
 
 def test_an_output_folder_that_cannot_be_made_is_named(refused_search: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "--out" in refused_search("--budget", "4bit", "--out", tmp_path / "file" / "run")
+    message = refused_search("--budget", "4bit", "--out", tmp_path / "file" / "run")
+    assert f"cannot write {tmp_path / 'file' / 'run'}" in message and "choose another place" in message

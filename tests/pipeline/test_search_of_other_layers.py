@@ -102,7 +102,7 @@ def test_memory_for_requests_holds_their_windows(
     """Two windows of 24 tokens take 2 * 24 * 128 bytes of a request, beside the rows of two layers."""
     search = ("search", "--model", model_folder("gemma3"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run")
     exact = ("--residual-length", "0", "--dry-run", "--json")
-    smallest = json.loads(run(*search, *exact, "--budget", "1MiB@1x128")[1])["budgets"][0]["smallest"]
+    smallest = json.loads(run(*search, *exact, "--budget", "0.02MiB@1x128")[1])["budgets"][0]["smallest"]
     assert smallest.endswith("MiB@1x128")
     rows = 2 * 2 * 16 * 128  # two layers, keys and values, rows of 2 bits
     assert float(smallest.removesuffix("MiB@1x128")) * 2**20 == pytest.approx(rows + 2 * 24 * 128, rel=0.02)

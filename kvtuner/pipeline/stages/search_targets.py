@@ -11,7 +11,7 @@ from kvtuner.exported_configs.profile.field_types import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.pipeline.stages.search_run import check_measured, kept_pairs, serving_ranks
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
-from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget, Constraint
+from kvtuner.search_spaces.budget import NATIVE_PAIR, SMALLEST_PAIR, Budget, Constraint
 from kvtuner.search_spaces.layer_notation import check_layers, parse_ranges
 
 if TYPE_CHECKING:
@@ -152,6 +152,12 @@ def _constraint(options: SearchOptions, shape: ModelShape, quant: QuantizationOp
         window=quant.window,
         others=shape.cache,
     )
+    native = [NATIVE_PAIR] * geometry.num_layers
+    if constraint.is_met(native):
+        raise BudgetError(
+            f"{budget.text} holds every layer in bf16, so there is nothing to search; give less than"
+            f" {constraint.smallest(native)}, or serve the model without a profile"
+        )
     least = [kept.get(layer, SMALLEST_PAIR) for layer in geometry.ids]
     if not constraint.is_met(least):
         raise BudgetError(
