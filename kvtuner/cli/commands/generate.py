@@ -35,7 +35,7 @@ def _run(args: Namespace) -> int:
         if args.json:
             answers = engine.generate(tokens, sampling)
             facts = _facts(engine, time.perf_counter() - start)
-            print(json.dumps({**facts, "answers": [asdict(answer) for answer in answers]}, indent=1))
+            print(_json({**facts, "answers": [asdict(answer) for answer in answers]}))
             return 0
         is_new = True
         for number, delta in in_order(engine, tokens, sampling):
@@ -65,6 +65,17 @@ def _facts(engine: LocalEngine, seconds: float) -> dict[str, Any]:
         "answer_tokens": state.num_answer_tokens,
         "seconds": seconds,
     }
+
+
+def _json(value: Any, start: str = "\n") -> str:
+    """JSON with a line for each field and for each object of a list; a list of tokens stands in one line."""
+    inner = f"{start} "
+    if isinstance(value, dict):
+        fields = [f"{inner}{json.dumps(name)}: {_json(field, inner)}" for name, field in value.items()]
+        return f"{{{','.join(fields)}{start}}}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return f"[{','.join(inner + _json(item, inner) for item in value)}{start}]"
+    return json.dumps(value)
 
 
 def _first_line(prompt: Any) -> str:

@@ -93,6 +93,9 @@ def test_a_profile_decides_what_is_stored(
     assert result["kv_bytes_per_token"] == profile.bytes_per_token()
     (answer,) = result["answers"]
     assert len(answer["token_ids"]) == len(answer["logprobs"]) == 8
+    lines = [line.strip(" ,") for line in out.splitlines()]
+    for name in ("token_ids", "prompt_token_ids", "logprobs"):
+        assert f'"{name}": {json.dumps(answer[name])}' in lines
 
 
 @pytest.mark.parametrize(
