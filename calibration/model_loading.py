@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +18,11 @@ from kvtuner.exported_configs.identity.model_identity import (
     weight_quantization,
 )
 from kvtuner.precision import SEARCHED_BITS, check_group_size
+from kvtuner.progress.transformers_output import quiet_transformers
 from kvtuner.run_folder import sha256_of
 from kvtuner.supported_models import read_cache_geometry, refuse_other_models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from kvtuner.exported_configs.profile.records import ModelIdentity
@@ -216,7 +213,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
 
     shape = shape or read_shape(source)
     tokenizer = load_tokenizer(source)
-    with _quiet_transformers():
+    with quiet_transformers():
         model = _load_weights(source, shape)
         model.eval().requires_grad_(False)
         name = type(model).__name__
@@ -267,7 +264,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def _from_pretrained(kind: Any, source: ModelSource) -> Any:
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             return kind.from_pretrained(
                 source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
@@ -326,25 +323,15 @@ def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
 
 
 def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
+    from kvtuner.exported_configs.sharing.hub_client import is_nowhere
+
     reason = " ".join(str(error).split())
+    if is_nowhere(error.__cause__):
+        reason = (
+            "no hub answers, and its cache on this machine does not hold all of the model; give a folder, or fetch it"
+            " first. With HF_HUB_OFFLINE=1 no hub is asked, nor waited for"
+        )
     if "trust_remote_code" in reason:
         reason = "it brings code of its own; read that code, then allow it with --trust-remote-code"
     reason = reason if len(reason) <= 300 else reason[:297] + "..."
     return UnsupportedModelError(f"cannot load model {source.model!r}: {reason}")
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -87,6 +87,11 @@ def is_unanswered(error: HubError) -> bool:
     return get_token() is None and str(error).endswith(ABSENT)
 
 
+def is_nowhere(error: BaseException | None) -> bool:
+    """Whether huggingface_hub says that no hub answered, and that its cache does not have the file either."""
+    return isinstance(error, LocalEntryNotFoundError)
+
+
 def list_files(repo: str, revision: str | None) -> Listing:
     """List a repository at a branch, a tag or a commit, at the main branch by default; or raise `HubError`."""
     what = f"{repo}@{revision or 'main'}"

@@ -1,1 +1,1 @@
-"""How far a loop is, on stderr: `bar.ProgressBar`, for every package."""
+"""What a command says on stderr while it works: `bar` (`ProgressBar`), `transformers_output` (`quiet_transformers`)."""

@@ -204,7 +204,8 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_way_out(
 def test_an_unknown_model_is_one_clear_line_at_once() -> None:
     start = time.monotonic()
     message = refusal(lambda: read_shape(ModelSource("nobody/no-such-model")))
-    assert message.startswith("cannot load model 'nobody/no-such-model': ")
+    assert message.startswith("cannot load model 'nobody/no-such-model': no hub answers")
+    assert "HF_HUB_OFFLINE=1" in message and "give a folder" in message
     assert time.monotonic() - start < 30  # half a second, on a machine that has one to spare
 
 
