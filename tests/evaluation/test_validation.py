@@ -15,7 +15,7 @@ from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.kl import TokenScores
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cache_scheme import Fp8Scheme
-from kvtuner.evaluation.validation import BatchSums, SequenceSums, Validator
+from kvtuner.evaluation.validation import BatchSums, SequenceSums, Validator, pooled
 from kvtuner.geometry import ModelGeometry
 from kvtuner.run_folder import RunFolder
 
@@ -89,6 +89,13 @@ def test_the_99th_percentile_of_batches_is_that_of_all_tokens(sizes: tuple[int, 
     parts = [BatchSums.of(part, int(counts.sum())) for part in scores.split(sizes)]
     assert sum(len(part.largest_kl) for part in parts) <= len(sizes) * (int(counts.sum()) // 100 + 2)
     assert SequenceSums.of(parts).kl_p99 == np.quantile(scores.scored_kl().numpy(), 0.99, method="inverted_cdf")
+
+
+def test_pooling_adds_the_sums_of_each_sequence_and_keeps_the_larger_quantile() -> None:
+    small = SequenceSums(kl=(1.0, 2.0), agree=(3.0, 4.0), nll=(8.0, 4.0), count=(4, 5), nll_count=(3, 4), kl_p99=0.25)
+    large = SequenceSums(kl=(8.0, 16.0), agree=(2.0, 5.0), nll=(1.0, 2.0), count=(4, 5), nll_count=(3, 4), kl_p99=0.75)
+    both = SequenceSums(kl=(9.0, 18.0), agree=(5.0, 9.0), nll=(9.0, 6.0), count=(8, 10), nll_count=(6, 8), kl_p99=0.75)
+    assert pooled([small, large]) == pooled([large, small]) == both
 
 
 def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_only_layers_with_the_same_menu_are_grouped() -> None:
     assert groups == ((0, 2), (1, 3))
 
 
+def test_layers_are_grouped_up_to_the_papers_distance_of_e_o() -> None:
+    assert group_layers(["a"] * 2, [[0.0, 0.0], [0.03, 0.0399]], [range(2)]) == ((0, 1),)
+    assert group_layers(["a"] * 2, [[0.0, 0.0], [0.03, 0.0401]], [range(2)]) == ((0,), (1,))
+
+
 def test_layers_that_are_noise_are_groups_of_their_own() -> None:
     groups = group_layers(["a"] * 5, [[0.1], [0.9], [0.12], [0.5], [0.13]], [range(5)])
     assert groups == ((0, 2, 4), (1,), (3,))

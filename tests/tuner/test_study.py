@@ -148,6 +148,39 @@ def test_the_same_seed_gives_the_same_trials(
     assert (run(4, None) != first) == (sampler != "none")
 
 
+def test_a_worker_that_joins_with_the_same_seed_proposes_other_trials(
+    space: SearchSpace, make_constraint: Limit, tmp_path: Path
+) -> None:
+    holds_all = make_constraint("16bit", NUM_LAYERS)
+
+    def configurations(num_trials: int, storage: str | None) -> list[Configuration]:
+        result = refine(
+            space,
+            holds_all,
+            Landscape(holds_all),
+            warm=[],
+            sampler="random",
+            num_trials=num_trials,
+            seed=3,
+            storage=storage,
+            guidance="none",
+        )
+        return [trial.configuration for trial in result.trials]
+
+    shared, alone = f"journal:///{tmp_path}/study", configurations(12, None)
+    assert configurations(6, shared) == alone[:6], "the first worker takes the seed as it is"
+    assert configurations(12, shared)[6:] not in (alone[:6], alone[6:])
+
+
+def test_every_other_trial_is_the_surrogates(space: SearchSpace, constraint: Constraint, landscape: Landscape) -> None:
+    worker = Worker(optuna.create_study(), space, constraint, landscape)
+    worker.enqueue(warm_starts(space, constraint, [], 6))
+    worker.work(6, is_sampling=False)
+    suggested = [worker.suggest(0, number) for number in range(6, 14)]
+    assert [params is not None for params in suggested] == [True, False] * 4
+    assert all(worker.is_wanted(params) for params in suggested if params is not None)
+
+
 @pytest.mark.parametrize("sampler", ["nsga2", "tpe", "random"])
 def test_what_breaks_the_budget_is_never_measured_and_never_wins(
     make_space: Space, make_constraint: Limit, sampler: SamplerName

@@ -267,13 +267,6 @@ def test_every_spelling_of_a_sqlite_url_is_protected(run: Run, tmp_path: Path) -
     first = run(f"sqlite+pysqlite:///{path}")
     assert run(f"sqlite:///{path}") == first
     assert (tmp_path / ".study.db.lock").exists()
-    with sqlite3.connect(path, isolation_level=None) as holder:
-        engine = open_storage(f"sqlite+pysqlite:///{path}").engine  # type: ignore[attr-defined]  # of a database
-        with engine.begin():
-            holder.execute("PRAGMA busy_timeout=20")
-            with pytest.raises(sqlite3.OperationalError, match="locked"):
-                holder.execute("BEGIN IMMEDIATE")
-    holder.close()
     path.write_bytes(b"no database" * 100)
     assert "delete it" in refusal(run, f"sqlite+pysqlite:///{path}")
 

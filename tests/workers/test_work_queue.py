@@ -88,6 +88,20 @@ def test_a_few_items_are_left_to_the_worker_that_has_prepared_their_group_for_so
     assert squares.measured == [[20], [1], [2], [3]]
 
 
+def test_an_item_that_another_worker_did_between_look_and_claim_is_not_done_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    other = Squares(folder)
+
+    def key_of(item: int) -> int:  # asked of items that are not done, before one is claimed
+        if not other.measured:
+            other.measure([item])
+        return item
+
+    squares = Squares(folder, key_of=key_of)
+    squares.queue.finish([1, 2])
+    assert (other.measured, squares.measured) == ([[1]], [[2]])
+
+
 def test_items_of_a_measurement_that_fails_are_free_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     failing, claims = Squares(folder), Claims(folder, "another machine|1|1")
