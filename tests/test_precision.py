@@ -263,6 +263,12 @@ def test_mean_bits_weigh_keys_and_values_by_their_channels() -> None:
     assert effective_bits([PrecisionPair(4, 8)], shape) == Fraction(8 * (112 + 144), 320)
 
 
+def test_bits_of_a_latent_count_the_rotary_channels_beside_it_at_16() -> None:
+    shape = RowShape(num_kv_heads=1, head_dim=512, v_head_dim=0, rope_dim=64)
+    assert mean_bits([PrecisionPair(4, 4)], shape) == Fraction(4 * 512 + 16 * 64, 576)
+    assert effective_bits([PrecisionPair(4, 4)], shape) == Fraction(8 * (256 + 16 + 2 * 64), 576)
+
+
 def test_more_bits_on_one_side_raise_both_means() -> None:
     for other, (low, high) in itertools.product(ALL_BITS, itertools.pairwise(ALL_BITS)):
         for measure in (mean_bits, effective_bits):

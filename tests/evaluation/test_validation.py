@@ -75,6 +75,8 @@ def test_sums_are_of_sequences_and_quantiles_of_tokens() -> None:
     assert (sums.count, sums.nll_count) == ((4, 4), (3, 3))
     assert sums.top1_agreement == 5 / 8
     assert sums.perplexity == pytest.approx(math.exp(8 / 6))
+    assert sums.means("nll_nats_per_token").interval(seed=0).mean == 8 / 6, "the last tokens have no next one"
+    assert sums.means("top1_agreement").interval(seed=0).mean == 5 / 8
     assert sums.kl_p99 == np.quantile(kl.numpy(), 0.99, method="higher")
 
 

@@ -8,13 +8,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hostile_groups import hostile_groups, squared_error
+from hostile_groups import first_grid, hostile_groups, squared_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvtuner import grid_fit
 from kvtuner.errors import PrecisionError
-from kvtuner.grid_fit import MAX_GAIN, MAX_OFFSET, MIN_SCALE, NUM_REFITS, START_SHARE
 from kvtuner.precision import FITTED_BITS, PACKED_BITS
 from kvtuner.quant import quantize, quantize_widths
 
@@ -23,19 +23,20 @@ GROUP_SIZES = (16, 64, 80, 96, 128)
 
 
 def oracle(group: Tensor, bits: int, *, symmetric: bool) -> tuple[list[int], float, float] | None:
-    """Codes, scale and minimum of a finite group by Python's integers and numpy's float32; None where min-max holds."""
+    """Codes, scale and minimum of a finite group by docs/format.md, in Python's integers and numpy's float32.
+
+    None where min-max holds.
+    """
     f32, x = np.float32, group.float().numpy()
     n, top, zero = len(x), 2**bits - 1, 2 ** (bits - 1)
     largest = max(abs(x.min()), abs(x.max()))
     origin, span = (f32(0), largest) if symmetric else (x.min(), x.max() - x.min())
-    if largest >= 65504 or span < MIN_SCALE:
+    if largest >= 65504 or span < 2**-14:
         return None
     count = f32(127 if symmetric else 255)
     units = [round(float(v)) for v in (x - origin) * (count / span)]
-    range_units, share = (254 if symmetric else 255), START_SHARE[bits]
-    multiplier = round(16384 * top / (range_units * share))
-    offset = 8192 + 16384 * zero if symmetric else round(8192 - 16384 * top * (1 - share) / (2 * share))
-    for index in range(NUM_REFITS + 1):
+    multiplier, offset = first_grid(bits, symmetric=symmetric)
+    for refits in (2, 1, 0):
         codes = [min(max((u * multiplier + offset) >> 14, 0), top) for u in units]
         if symmetric:
             covariance = sum((c - zero) * u for c, u in zip(codes, units, strict=True))
@@ -45,21 +46,41 @@ def oracle(group: Tensor, bits: int, *, symmetric: bool) -> tuple[list[int], flo
             variance = n * sum(c * c for c in codes) - sum(codes) ** 2
         if covariance <= 0:
             return None
-        if index < NUM_REFITS:
+        if refits:
             multiplier = round(float(min(f32(variance) / f32(covariance), f32(1)) * f32(16384)))
             if not symmetric:
                 offset = 8192 + round(float(f32(16384 * sum(codes) - multiplier * sum(units)) / f32(n)))
     spread = sum(u * u for u in units) if symmetric else n * sum(u * u for u in units) - sum(units) ** 2
-    slope = min(f32(spread) / f32(covariance), f32(covariance) / f32(variance) * f32(MAX_GAIN))
+    slope = min(f32(spread) / f32(covariance), f32(covariance) / f32(variance) * f32(1.6))
     unit = span / count
     scale = np.float16(min(slope * unit, f32(65504) / f32(zero if symmetric else 1)))
     if symmetric:
-        return (codes, float(scale), -zero * float(scale)) if scale >= MIN_SCALE else None
+        return (codes, float(scale), -zero * float(scale)) if scale >= 2**-14 else None
     mean = origin + f32(sum(units)) / f32(n) * unit
     minimum = mean - f32(scale) * (f32(sum(codes)) / f32(n))
-    if scale < MIN_SCALE or abs(minimum) > f32(scale) * f32(MAX_OFFSET):
+    if scale < 2**-14 or abs(minimum) > f32(scale) * f32(256):
         return None
     return codes, float(scale), float(np.float16(minimum))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_first_codes_are_of_the_grid_that_the_format_names(bits: int, symmetric: bool) -> None:
+    # Refits leave few codes that show where they began.
+    assert grid_fit.first_grid(bits, symmetric=symmetric) == first_grid(bits, symmetric=symmetric)
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES)
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_minimum_of_up_to_256_steps_is_fitted(bits: int, size: int) -> None:
+    x = torch.randn(1, 1, size, generator=torch.Generator().manual_seed(5))
+    at_zero = quantize(x, bits, fit="least_squares")
+    step, least = at_zero.scale.float(), at_zero.minimum.float()
+    for steps, is_fitted in ((255.5, True), (256.5, False)):
+        for moved in (x - least + steps * step, x - least - steps * step):
+            fitted, plain = (quantize(moved, bits, fit=fit) for fit in ("least_squares", "minmax"))
+            assert torch.equal(fitted.scale, (at_zero if is_fitted else plain).scale), steps
+            assert not torch.equal(plain.scale, at_zero.scale)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

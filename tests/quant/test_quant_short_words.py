@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from hostile_groups import hostile_groups, squared_error
+from hostile_groups import first_grid, hostile_groups, squared_error
 
-from kvtuner.grid_fit import MAX_GAIN, MIN_SCALE, NUM_REFITS, START_SHARE
 from kvtuner.precision import FITTED_BITS
 from kvtuner.quant import quantize
 from kvtuner.row_packing import pack_rows, unpack_rows
@@ -52,16 +51,14 @@ def fitted_oracle(x: np.ndarray, bits: int, *, symmetric: bool) -> Grid | None:
     n, top, zero = len(x), 2**bits - 1, 2 ** (bits - 1)
     largest = max(abs(x.min()), abs(x.max()))
     origin, span = (F32(0), largest) if symmetric else (x.min(), x.max() - x.min())
-    if largest >= 65504 or span < MIN_SCALE or (not symmetric and (x.min() > 0 or x.max() < 0)):
+    if largest >= 65504 or span < 2**-14 or (not symmetric and (x.min() > 0 or x.max() < 0)):
         return None
     count = F32(127 if symmetric else 255)
     units = [round(float(v)) for v in (x - origin) * (count / span)]
-    share = START_SHARE[bits]
-    multiplier = round(16384 * top / ((254 if symmetric else 255) * share))
-    offset = 8192 + 16384 * zero if symmetric else round(8192 - 16384 * top * (1 - share) / (2 * share))
+    multiplier, offset = first_grid(bits, symmetric=symmetric)
     zero_point = 16
-    for index in range(NUM_REFITS + 1):
-        if index == NUM_REFITS and not symmetric:
+    for refits in (2, 1, 0):
+        if not refits and not symmetric:
             place = round(float(min(-origin * (count / span), F32(255)) * F32(multiplier)))
             step = 2 ** (9 + bits)
             zero_point = min(max(round((place + offset - 8192) / step), 0), 31)
@@ -75,15 +72,15 @@ def fitted_oracle(x: np.ndarray, bits: int, *, symmetric: bool) -> Grid | None:
             variance = n * sum(c * c for c in codes) - sum(codes) ** 2
         if covariance <= 0:
             return None
-        if index < NUM_REFITS:
+        if refits:
             multiplier = round(float(min(F32(variance) / F32(covariance), F32(1)) * F32(16384)))
             if not symmetric:
                 offset = 8192 + round(float(F32(16384 * sum(codes) - multiplier * sum(units)) / F32(n)))
     spread = sum(u * u for u in units) if symmetric else n * sum(u * u for u in units) - sum(units) ** 2
-    slope = min(F32(spread) / F32(covariance), F32(covariance) / F32(variance) * F32(MAX_GAIN))
+    slope = min(F32(spread) / F32(covariance), F32(covariance) / F32(variance) * F32(1.6))
     wanted = min(slope * (span / count), F32(65024 / (zero if symmetric else 1)))
     scale = shortened(np.float16(wanted), 8)
-    return (codes, float(scale), zero_point) if scale >= MIN_SCALE else None
+    return (codes, float(scale), zero_point) if scale >= 2**-14 else None
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -207,6 +207,14 @@ def test_where_nobody_says_how_many_requests_copies_leave_most_of_the_memory_to_
         assert tokens * token >= (1 - COPIES_SHARE) * available - 2 * request - token or gib == 2
 
 
+def test_copies_of_as_many_requests_as_run_by_default_take_their_share_of_rows_and_copies() -> None:
+    rows, request = 7 * 800_000, 8_000
+    assert most_requests(rows // 100, 100, request) == 100
+    assert COPIES_SHARE == 1 / 8 == 100 * request / (rows + 100 * request)
+    assert most_requests(rows // 100 - 1, 100, request) == 99
+    assert most_requests(10, 100, request) == LEAST_REQUESTS
+
+
 def test_groups_of_keys_per_channel_are_packed_once_a_request_fills_them() -> None:
     spec, generator = QuantSpec(2, token_group=16), torch.Generator().manual_seed(3)
     k, v, window = RowFormat(2, 48, spec), RowFormat(2, 32, None), ExactWindow(17, 2)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from profile_samples import make_profile
 from transformers import Gemma3TextConfig
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.row_format import RowFormat, pool_formats, rank_formats
@@ -43,6 +45,18 @@ def test_a_rank_has_its_heads_with_their_own_constants(profile: Any, tp_size: in
         stored = first.bytes_per_token(torch.bfloat16) + second.bytes_per_token(torch.bfloat16)
         assert stored == profile.bytes_per_token(tp_size)
         assert second.bytes_per_token(torch.float32) - second.bytes_per_token(torch.bfloat16) == 2 * 64 * len(mine)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_rank_has_whole_latents_and_their_rotary_channels_as_values(tp_size: int) -> None:
+    geometry = ModelGeometry(2, 8, 1, 64, 0, rope_dim=16)
+    profile = make_profile([LayerQuantization(4, None), LayerQuantization(16, None)], geometry=geometry)
+    formats = rank_formats(profile, range(2), tp_rank=tp_size - 1, tp_size=tp_size)
+    assert [(layer.k.bits, layer.k.head_dim) for layer in formats] == [(4, 64), (16, 64)]
+    assert {(layer.v.bits, layer.v.head_dim, layer.is_latent) for layer in formats} == {(16, 16, True)}
+    stored = sum(layer.bytes_per_token(torch.bfloat16) for layer in formats)
+    # Codes and four scale words, and rotary channels beside both layers.
+    assert stored == profile.bytes_per_token(tp_size) == 48 + 2 * 64 + 2 * 2 * 16
 
 
 def test_a_stage_has_its_layers_and_no_others(profile: Any) -> None:

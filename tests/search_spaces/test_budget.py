@@ -104,6 +104,14 @@ def test_memory_for_requests_of_a_known_length_holds_the_copies_of_their_window(
         ).cap(0)
 
 
+def test_a_layer_that_needs_no_copies_costs_at_least_nothing_in_requests_shorter_than_their_window() -> None:
+    native = PrecisionPair(16, 16)
+    for context, cost in ((144, 576), (72, 384), (36, 0), (18, 0)):  # of 768 bytes the window's 36 tokens are taken off
+        constraint = Budget.parse(f"1GiB@32x{context}").constraint(GEOMETRY, window=ExactWindow(32, 4))
+        assert constraint.cost(native) == cost
+        assert constraint.cost(PrecisionPair(16, 8)) == stored(PrecisionPair(16, 8), 4), "keys and values have copies"
+
+
 def test_memory_for_requests_of_a_known_length_holds_the_keys_of_indexes_too() -> None:
     with_index = LayerGeometry(LayerKind("latent"), 16, 1, 512, 0, 64, 128)
     cache = CacheGeometry((with_index, replace(with_index, index_dim=0), with_index))

@@ -96,6 +96,19 @@ def test_padding_alone_does_not_prune_a_pair_of_less_payload(make_table: Table) 
     assert choices[PrecisionPair(8, 2)].score < choices[PrecisionPair(4, 4)].score
 
 
+def test_a_dearer_pair_of_the_same_score_is_pruned_and_stood_for_by_one_of_no_more_payload(make_table: Table) -> None:
+    # Of one head of 32 channels K8V2 takes the bytes of K4V4, scores better, and has more payload.
+    kl = {("k", 2): 9.0, ("k", 4): 3.0, ("k", 8): 1.0, ("v", 2): 1.0, ("v", 4): 1.0, ("v", 8): 1.0}
+    table = make_table(
+        1, lambda c: CandidateScores(0, 0, 0, 0, kl[c.side, c.bits]), num_kv_heads=1, head_dim=32, v_head_dim=32
+    )
+    shape = table.geometry.row_shape()
+    space = build_space(table, "kl", shape)
+    assert PrecisionPair(4, 4) not in space.menus[0].pairs, "four bits of values gain nothing"
+    found = space.configuration(space.project(uniform(table, PrecisionPair(4, 4), "kl", shape, transforms=True)))
+    assert pairs_of(found) == [PrecisionPair(4, 2)]
+
+
 def test_tensor_parallelism_changes_the_bytes_of_the_menu(random_table: Table) -> None:
     table = random_table(2, 0)
     shapes = [table.geometry.row_shape(tp_size=tp_size) for tp_size in (1, 2)]

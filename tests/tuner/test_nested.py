@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from kvtuner.errors import BudgetError
+from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, pairs_of, predicted_score
 from kvtuner.tuner.exact_solver import nested, solve
-
-if TYPE_CHECKING:
-    from kvtuner.precision import PrecisionPair
 
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
@@ -70,6 +67,16 @@ def test_one_member_of_a_family_is_solved_as_if_alone(make_space: Space, make_co
         constraints = [make_constraint(text, 8) for text in TEXTS]
         family = nested(space, constraints)
         assert any(member == solve(space, c) for member, c in zip(family, constraints, strict=True))
+
+
+def test_the_family_of_the_least_relative_loss_is_taken(make_space: Space, make_constraint: Limit) -> None:
+    # Keys weigh twice as much as values: 2.67, 3.33, 4 and 4 bits. From K4V2 on the larger budget loses .3 of .3, and
+    # from K2V8 down the smaller one .6 of 3: more in all, and less of what it has.
+    scores = {"K2V4": 3.6, "K4V2": 3.0, "K4V4": 0.6, "K2V8": 0.3}
+    space = make_space(1, lambda _, pair: scores[str(pair)], pairs=[PrecisionPair.parse(text) for text in scores])
+    constraints = [make_constraint(text, 1) for text in ("3.4bit", "4bit")]
+    assert [str(pairs_of(solve(space, constraint))[0]) for constraint in constraints] == ["K4V2", "K2V8"]
+    assert [str(pairs_of(member)[0]) for member in nested(space, constraints)] == ["K2V4", "K2V8"]
 
 
 def test_budgets_that_do_not_ascend_are_refused(make_space: Space, make_constraint: Limit) -> None:

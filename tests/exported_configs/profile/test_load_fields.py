@@ -200,6 +200,12 @@ def test_broken_rule_is_named_with_its_place_and_value(
     assert message in refusal(encode(forged))
 
 
+def test_a_range_may_be_one_number(put: Put, pristine: Document) -> None:
+    one = put(pristine, ("provenance", "calibration", "position_range"), [9, 9])
+    one = put(one, ("quality", "measured_kl"), {"mean": 0.5, "low": 0.5, "high": 0.5})
+    assert load_profile(encode(one)).digest == pristine["digest"]
+
+
 def test_layers_out_of_order_missing_and_twice_are_refused(refusal: Refusal, document: Document, reseal: Seal) -> None:
     layers = document["layers"]
     for wrong, message in (

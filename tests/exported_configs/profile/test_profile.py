@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
@@ -16,7 +17,7 @@ from kvtuner.exported_configs.profile.layer_storage import KeyTransform, ValueTr
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import LAYOUT_ID, PrecisionPair, RowShape, ScaleLayout
+from kvtuner.precision import LAYOUT_ID, ExactWindow, PrecisionPair, RowShape, ScaleLayout
 from kvtuner.quant import QuantSpec
 from kvtuner.transforms import candidate_transforms, transform_names
 
@@ -149,6 +150,27 @@ def test_transforms_of_keys_per_channel_are_refused(
         make_profile(
             layers=layers, k_layout=ScaleLayout(16, granularity="per_channel"), budget=AskedBudget("4bit", tp_size=3)
         )
+
+
+def test_a_layer_of_keys_per_channel_has_no_group_of_its_own(
+    make_profile: Callable[..., Profile], put: Callable[..., Any], refusal: Callable[[bytes], str]
+) -> None:
+    keys = ScaleLayout(32, granularity="per_channel")
+    profile = make_profile(layers=[LayerQuantization(4, 4)] * 2, k_layout=keys, window=ExactWindow(32))
+    document = put(json.loads(dump_profile(profile)), ("layers", 1, "k", "group_size"), 64)
+    message = refusal(json.dumps(document).encode())
+    assert "layers[1].k: per_channel keys have the group_size of defaults; remove their own" in message
+
+
+def test_only_widths_that_are_fitted_need_groups_whose_sums_are_exact(make_profile: Callable[..., Profile]) -> None:
+    wide: dict[str, Any] = {
+        "geometry": ModelGeometry(1, 1, 1, 512, 512), "k_layout": ScaleLayout(512), "v_layout": ScaleLayout(512),
+        "budget": AskedBudget("8bit"),
+    }  # fmt: skip
+    with pytest.raises(ProfileError, match=r"layers\[0\].v: a grid is fitted to at most 256 channels, not 512"):
+        make_profile(**wide, layers=[LayerQuantization(8, 4)], fit="least_squares")
+    for bits, fit in (((8, 16), "least_squares"), ((8, 4), "minmax")):
+        assert make_profile(**wide, layers=[LayerQuantization(*bits)], fit=fit).pairs == (PrecisionPair(*bits),)
 
 
 def test_heads_that_do_not_fill_units_are_refused_per_channel_too(make_profile: Callable[..., Profile]) -> None:
