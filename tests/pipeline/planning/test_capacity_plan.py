@@ -316,6 +316,13 @@ def test_copies_that_take_most_of_the_memory_leave_no_tokens(hub_model: HubModel
     assert {row.tokens for row in plan.schemes if row.kind in ("uniform", "budget")} == {0}
 
 
+def test_of_stages_without_tokens_one_of_the_most_layers_is_told_of(hub_model: HubModel) -> None:
+    options = {"concurrency": 400, "residual_length": 1024, "context_length": 4096, "pp_size": 3}
+    row = next(row for row in plan_of(hub_model("llama"), gpu="L4", **options).schemes if row.name == "K4V4")
+    # 8 heads of 128 channels: 512 bytes of codes and 32 of scale words, of keys and of values, in 11 of 32 layers.
+    assert (row.tokens, row.bytes_per_token) == (0, 11 * 2 * (512 + 32))
+
+
 def test_weights_of_float32_are_served_in_16_bits_and_given_ones_as_they_are(hub_model: HubModel) -> None:
     folder = hub_model("qwen", dtype="float32")
     plan = plan_of(folder, gpu="H100")
