@@ -123,11 +123,8 @@ def test_a_hand_written_configuration_is_exported_as_it_is(search: Search, tmp_p
     result = search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2", trials=None)
     assert result["quality"][0]["winner"]["name"] == "hand-written"
     assert result["budget"]["asked"] == "0:K16V16,1-2:K4V2"
-    assert load_profile(tmp_path / "run/profile.json").pairs == (
-        PrecisionPair(16, 16),
-        PrecisionPair(4, 2),
-        PrecisionPair(4, 2),
-    )
+    expected = (PrecisionPair(16, 16), PrecisionPair(4, 2), PrecisionPair(4, 2))
+    assert load_profile(tmp_path / "run/profile.json").pairs == expected
 
 
 @pytest.mark.parametrize("flags", [("--score", "fisher"), ("--score", "e_o")])
