@@ -100,11 +100,14 @@ def test_a_search_that_gained_says_by_how_much_and_where_its_bits_went() -> None
 
 
 def test_keys_of_indexes_are_counted_beside_what_is_compared() -> None:
-    """A latent of 256 and 64 channels has 640 bytes in bf16, and 128 + 16 + 128 where the first have 4 bits."""
+    """A latent of 256 and 64 channels has 640 bytes in bf16, and 128 + 16 + 128 where the first have 4 bits.
+
+    A key of 128 channels of the index has one byte for each, and a float32 scale.
+    """
     latent = LayerGeometry(LayerKind("latent"), 8, 1, 256, 0, rope_dim=64, index_dim=128)
     geometry = CacheGeometry((latent, replace(latent, index_dim=0)) * 3)
     found = verdict(0.007, pairs=[(4, None)] * 6, geometry=geometry, difference=None)
-    keys, stored, bf16 = 3 * 2 * 128, 6 * (128 + 16 + 128), 6 * 2 * (256 + 64)
+    keys, stored, bf16 = 3 * (128 + 4), 6 * (128 + 16 + 128), 6 * 2 * (256 + 64)
     ratios = [(size + keys) / (stored + keys) for size in (bf16, bf16 / 2)]
     assert found.findings[0] == f"{ratios[0]:.2f}x the tokens of bf16, {ratios[1]:.2f}x of fp8."
 
