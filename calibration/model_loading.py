@@ -327,10 +327,14 @@ def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
 
     reason = " ".join(str(error).split())
     if is_nowhere(error.__cause__):
+        from huggingface_hub import constants
+
+        asked = "no hub is asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "no hub answers"
         reason = (
-            "no hub answers, and its cache on this machine does not hold all of the model; give a folder, or fetch it"
-            " first. With HF_HUB_OFFLINE=1 no hub is asked, nor waited for"
+            f"{asked}, and its cache on this machine does not hold all of the model; give a folder, or fetch it first"
         )
+        if not constants.HF_HUB_OFFLINE:
+            reason += ". With HF_HUB_OFFLINE=1 no hub is asked, nor waited for"
     if "trust_remote_code" in reason:
         reason = "it brings code of its own; read that code, then allow it with --trust-remote-code"
     reason = reason if len(reason) <= 300 else reason[:297] + "..."

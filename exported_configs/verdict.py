@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.layer_storage import LayerRecord
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import (
+        BaselineRecord,
         BudgetPoint,
         IntervalRecord,
         QualityRecord,
@@ -94,6 +95,8 @@ class _Facts:
         findings = (self._size(), self._quality(), *self._beside_uniform(), *others)
         if self._is_harmful:
             return Verdict(findings, "another budget", self._larger_budget())
+        if self._better_in_no_more_bytes is not None:
+            return Verdict(findings, "another budget", f"Search by bytes: --budget {self._bytes_asked}.")
         if self._counts is not None and self._is_little_text:
             return Verdict(findings, "more text", self._enough_text(self._counts))
         if self.uniform is None or self._is_rival or self._is_below:
@@ -188,8 +191,7 @@ class _Facts:
         difference = f"paired difference, negative where the profile is lower, {mean} [{low}, {high}]"
         figures = f"{_figure(self._uniform_kl)}; {difference}"
         if self._is_below:
-            share = f"{1 - self.kl / self._uniform_kl:.0%} " if self._uniform_kl > 0 else ""
-            return (f"That is {share}below {rival} ({figures}).",)
+            return (f"That is {1 - self.kl / self._uniform_kl:.0%} below {rival} ({figures}).",)
         if self._is_equal:
             return (f"It is as good as {rival} ({figures}: {self._margin_text}).",)
         if self._is_above:
@@ -243,20 +245,31 @@ class _Facts:
         layers = self._layers_where(lambda entry, side: entry.layer in room[side])
         if not layers:
             return ()
-        asked = f"{self.profile.bytes_per_token(budget.tp_size)}B/token" if budget.pp_size == 1 else "in bytes"
         padded = f"Rows are padded to {ROW_ALIGNMENT_BYTES} bytes, and {layers} would take no more with more bits"
-        return (f"{padded}: --budget {asked} counts bytes.{self._uniform_of_same_bytes()}",)
+        better = self._better_in_no_more_bytes
+        text = f" In no more bytes {_with_transforms(better.name)} has {_figure(better.kl_mean)}." if better else ""
+        return (f"{padded}: a budget of {self._bytes_asked} counts bytes.{text}",)
 
-    def _uniform_of_same_bytes(self) -> str:
-        """The best baseline of more bits in no more bytes, if its KL is lower."""
+    @property
+    def _bytes_asked(self) -> str:
+        """The budget in bytes that this profile takes; of several pipeline stages each takes its own."""
         budget = self.profile.budget
+        return f"{self.profile.bytes_per_token(budget.tp_size)}B/token" if budget.pp_size == 1 else "NB/token"
+
+    @property
+    def _better_in_no_more_bytes(self) -> BaselineRecord | None:
+        """The best baseline of more bits in no more bytes, if its KL is lower, where a budget counted bits."""
+        budget = self.profile.budget
+        if not budget.asked.endswith("bit"):
+            return None
         rivals = [
-            (baseline.kl_mean, baseline.name)
+            baseline
             for baseline in self.quality.baselines
-            if baseline.mean_bits > budget.mean_bits and baseline.effective_bits <= budget.effective_bits
+            if baseline.mean_bits > budget.mean_bits
+            and baseline.effective_bits <= budget.effective_bits
+            and baseline.kl_mean < self.kl
         ]
-        kl, name = min(rivals, default=(self.kl, ""))
-        return f" In no more bytes uniform {_with_transforms(name)} has {_figure(kl)}." if kl < self.kl else ""
+        return min(rivals, key=lambda baseline: baseline.kl_mean, default=None)
 
     def _next_budget(self) -> Sequence[str]:
         """What a bit more would bring."""
@@ -277,7 +290,7 @@ class _Facts:
 
     def _larger_budget(self) -> str:
         """The smallest budget whose KL would be harmless."""
-        why = "twice fp8's" if HARMLESS_KL < self.limit < MOST_HARMLESS_KL else "which is taken for harmless"
+        why = "twice fp8's" if HARMLESS_KL < self.limit < MOST_HARMLESS_KL else "the most that is taken for harmless"
         why = f"this one's KL is above {_figure(self.limit)}, {why}"
         for point in self.quality.larger_budgets or ():
             if (kl := self._scaled(point)) <= self.limit:

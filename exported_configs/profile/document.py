@@ -30,8 +30,8 @@ _FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Possessive, so that an unclosed string costs one pass and not one for every quote in it.
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
-_OPENED: Final = ("/dev", "/proc")
-"""The folders of what a process has open already."""
+_OPENED: Final = ("/dev/fd", "/dev/stdin", "/proc")
+"""The places of files that a process has open already."""
 _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 

@@ -148,7 +148,13 @@ class QualityRecord(StrictModel):
         rivals = [baseline.kl_mean for baseline in self.baselines if baseline.name == name]
         if not rivals:
             raise ValueError(f"best_uniform must be one of the baselines, but is {name!r}")
-        kl = self.measured_kl.mean
+        kl, difference = self.measured_kl.mean, self.best_uniform.difference
+        rounding = KL_ROUNDING * max(abs(difference.low), abs(difference.high))
+        if not difference.low - rounding <= stated <= difference.high + rounding:
+            raise ValueError(
+                f"best_uniform.difference.mean must lie in its interval, but {stated:g} is not in"
+                f" [{difference.low:g}, {difference.high:g}]"
+            )
         for rival in rivals:
             if abs(kl - rival - stated) > KL_ROUNDING * (abs(kl) + abs(rival) + abs(stated)):
                 raise ValueError(

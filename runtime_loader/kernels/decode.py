@@ -57,7 +57,7 @@ def _sum_in_lanes(x, LANES: tl.constexpr):
 
 @triton.jit
 def _are_tokens(count, TOKENS: tl.constexpr):
-    """Whether places of a block have one of the tokens that are left, of which there is a count, [TOKENS]."""
+    """Whether each place of a block has a token, of so many that are left, [TOKENS]."""
     # A lane's places lie 8 apart: of each a comparison takes the constant part, and one sum serves all.
     places = tl.arange(0, TOKENS)  # [TOKENS]
     return (places & ~7) < count - (places & 7)

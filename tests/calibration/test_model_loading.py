@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -201,11 +202,26 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_way_out(
     assert "--device auto" in message
 
 
-def test_an_unknown_model_is_one_clear_line_at_once() -> None:
+@pytest.mark.parametrize(("is_offline", "asked", "tip"), [
+    (True, "no hub is asked (HF_HUB_OFFLINE)", "fetch it first"),
+    (False, "no hub answers", "With HF_HUB_OFFLINE=1 no hub is asked, nor waited for"),
+])  # fmt: skip
+def test_an_unknown_model_is_one_clear_line_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_offline: bool, asked: str, tip: str
+) -> None:
     start = time.monotonic()
+    shape_of = transformers.AutoConfig.from_pretrained  # offline, so that nothing waits
+
+    def from_pretrained(*names: Any, **options: Any) -> Any:
+        try:
+            return shape_of(*names, **options)
+        finally:
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
     message = refusal(lambda: read_shape(ModelSource("nobody/no-such-model")))
-    assert message.startswith("cannot load model 'nobody/no-such-model': no hub answers")
-    assert "HF_HUB_OFFLINE=1" in message and "give a folder" in message
+    assert message.startswith(f"cannot load model 'nobody/no-such-model': {asked}")
+    assert message.endswith(tip) and "give a folder" in message
     assert time.monotonic() - start < 30  # half a second, on a machine that has one to spare
 
 

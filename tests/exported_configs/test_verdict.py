@@ -29,7 +29,7 @@ def profile_of(
     kl: float,
     *,
     difference: tuple[float, float] | None = (-0.004, -0.002),
-    uniform_kl: float = 0.01,
+    uniform_kl: float | None = None,
     plain_kl: float = 0.05,
     fp8_kl: float | None = 0.008,
     pairs: Sequence[tuple[int, int | None]] = MIXED,
@@ -37,7 +37,12 @@ def profile_of(
     geometry: ModelGeometry | CacheGeometry = HEADS,
     **quality: Any,
 ) -> Profile:
-    """A profile of layers beside K4V2 with transforms, whose KL it exceeds by an interval, K4V2 and fp8."""
+    """A profile of layers beside K4V2 with transforms, whose KL it exceeds by an interval, K4V2 and fp8.
+
+    Without a KL of the uniform the profile's exceeds that by the interval's middle.
+    """
+    if uniform_kl is None:
+        uniform_kl = kl - sum(difference) / 2 if difference else 0.01
 
     def baseline(name: str, bits: float, mean: float) -> dict[str, Any]:
         bounds = {"kl_mean": mean, "kl_low": mean / 2, "kl_high": mean * 2}
@@ -114,7 +119,7 @@ def test_keys_of_indexes_are_counted_beside_what_is_compared() -> None:
 
 def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_gain() -> None:
     margin = EQUAL_SHARE * 0.01
-    found = verdict(0.0105, difference=(-margin, margin))
+    found = verdict(0.0105, uniform_kl=0.01, difference=(-margin, margin))
     assert found.recommendation == "use the uniform"
     assert found.advice.startswith("Use uniform K4V2 with transforms, by a search with --layers 0-5:K4V2: ")
     assert found.findings[2] == (
@@ -122,7 +127,7 @@ def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_g
         " negative where the profile is lower, +0.000500 [-0.00250, +0.00250]: within a quarter of the uniform's KL)."
     )
     assert found.findings[3] == "Bits by layer gained nothing. The transforms did: without them K4V2 has 0.0500."
-    assert "transforms did" not in str(verdict(0.0105, difference=(-margin, margin), plain_kl=0.01))
+    assert "transforms did" not in str(verdict(0.0105, uniform_kl=0.01, difference=(-margin, margin), plain_kl=0.01))
 
 
 @pytest.mark.parametrize(("high", "recommendation"), [(0.00099, "use the uniform"), (0.00101, "more text")])
@@ -192,7 +197,7 @@ def test_a_difference_whose_interval_holds_zero_is_not_told_apart() -> None:
 
 @pytest.mark.parametrize(("half_width", "wanted"), [(0.0026, 24), (0.005, 48), (0.01, 192)])
 def test_a_difference_that_is_not_told_apart_asks_for_as_much_text_as_would(half_width: float, wanted: int) -> None:
-    found = verdict(0.0105, difference=(-half_width, half_width))
+    found = verdict(0.0105, uniform_kl=0.01, difference=(-half_width, half_width))
     assert found.recommendation == "more text"
     # An interval narrows as the square root: a quarter of the uniform's KL is wanted, and at least twice the text.
     assert found.advice == (
@@ -250,8 +255,8 @@ def test_a_kl_that_harms_asks_for_the_smallest_budget_that_does_not() -> None:
     assert found.recommendation == "another budget"
     stored = float(profile_of(0.05).effective_bits)
     assert found.advice == (
-        "Use --budget 4bit: this one's KL is above 0.0200, which is taken for harmless, that would have about 0.0180 in"
-        f" {5.0 / stored - 1:.0%} more bytes."
+        "Use --budget 4bit: this one's KL is above 0.0200, the most that is taken for harmless, that would have about"
+        f" 0.0180 in {5.0 / stored - 1:.0%} more bytes."
     )
     assert verdict(0.05).advice.startswith("Use another budget: this one's KL is above 0.0200")
     assert "--budget 6bit" in verdict(0.05, larger_budgets=BUDGETS, predicted_kl=0.01).advice  # 4 bits have 0.045
@@ -271,7 +276,7 @@ def test_no_kl_above_twice_the_harmless_one_is_harmless_however_bad_fp8_is() -> 
     assert verdict(0.04, fp8_kl=2.0).recommendation == "use"
     found = verdict(0.041, fp8_kl=2.0)
     assert found.recommendation == "another budget"
-    assert found.advice == "Use another budget: this one's KL is above 0.0400, which is taken for harmless."
+    assert found.advice == "Use another budget: this one's KL is above 0.0400, the most that is taken for harmless."
 
 
 def test_a_verdict_says_what_a_bit_more_would_have() -> None:
@@ -298,23 +303,23 @@ def test_rows_that_padding_makes_as_long_as_wider_ones_are_named_with_their_byte
     mixed: list[tuple[int, int | None]] = [(4, 3), (3, 3), (3, 4)]
     counts = (  # 3 bits of 80 channels take 34 bytes, and 4 bits 44: with padding both take 48
         "Rows are padded to 16 bytes, and keys of layers 1-2 and values of layers 0-1 would take no more with more"
-        " bits: --budget 288B/token counts bytes."
+        " bits: a budget of 288B/token counts bytes."
     )
-    assert last_finding(mixed) == f"{counts} In no more bytes uniform K4V4 has 0.00500."
+    assert last_finding(mixed) == f"{counts} In no more bytes K4V4 has 0.00500."
     assert last_finding(mixed, kl=0.004) == counts
     assert "Rows are padded" not in last_finding([(4, 4), (2, 4), (8, 2)])
     assert "Rows are padded" not in last_finding(mixed, asked="288B/token")
     shorter = last_finding([(3, 2), (3, 2), (4, 4)])
-    assert "--budget 256B/token" in shorter and "In no more bytes" not in shorter
+    assert "a budget of 256B/token" in shorter and "In no more bytes" not in shorter
     narrow = last_finding([(2, 2)] * 3, geometry=ModelGeometry(3, 2, 1, 24, 24))  # which 3 bits cannot hold
-    assert "keys of layers 0-2 and values of layers 0-2 would" in narrow and "--budget 96B/token" in narrow
+    assert "keys of layers 0-2 and values of layers 0-2 would" in narrow and "a budget of 96B/token" in narrow
 
 
 def test_rows_of_latents_that_could_have_more_bits_are_called_so() -> None:
     latent = LayerGeometry(LayerKind("latent"), 8, 1, 48, 0, rope_dim=16)
     found = last_finding([(3, None)] * 2, geometry=CacheGeometry((latent,) * 2))
     # 18 bytes and a word of 4, or 24 and 4, are 32; the rotary channels take 32 more
-    assert "and latents of layers 0-1 would" in found and "--budget 128B/token" in found
+    assert "and latents of layers 0-1 would" in found and "a budget of 128B/token" in found
 
 
 def test_a_profile_without_measurements_has_no_verdict_and_one_without_a_rival_a_short_one() -> None:
@@ -355,9 +360,25 @@ def test_the_difference_from_the_rival_is_that_of_both_kl(
         profile_of(kl, uniform_kl=uniform_kl, best_uniform=record)
 
 
-@pytest.mark.parametrize(("difference", "words"), [((-0.2, -0.1), "is below the best"), ((0.1, 0.2), "is above that")])
-def test_a_rival_without_a_kl_has_no_share(difference: tuple[float, float], words: str) -> None:
-    assert words in verdict(0.0, uniform_kl=0.0, difference=difference).findings[2]
+def test_a_rival_without_a_kl_has_no_share() -> None:
+    assert "is above that" in verdict(0.01, uniform_kl=0.0, difference=(0.005, 0.015)).findings[2]
+
+
+def test_an_interval_must_hold_its_mean() -> None:
+    with pytest.raises(ValueError, match=r"must lie in its interval, but 0.005 is not in \[-0.004, -0.002\]"):
+        profile_of(0.01, uniform_kl=0.005, difference=(-0.004, -0.002))
+
+
+def test_a_better_cache_in_no_more_bytes_is_advised() -> None:
+    rows: Any = {"pairs": [(8, 2)] * 3, "geometry": ModelGeometry(3, 2, 1, 24, 24), "difference": None}
+    same = {"effective_bits": float(profile_of(0.007, **rows).budget.effective_bits), "kl_low": 0, "kl_high": 1}
+    fp8 = {"name": "fp8", "mean_bits": 8.0, "kl_mean": 0.001, **same}
+    profile = profile_of(0.007, baselines=[fp8], **rows)
+    bits = profile.budget.model_copy(update={"asked": "5bit"})
+    found = verdict_of(profile.model_copy(update={"budget": bits}))
+    assert found is not None and found.recommendation == "another budget"
+    assert found.advice == f"Search by bytes: --budget {profile.bytes_per_token()}B/token."
+    assert found.findings[-1].endswith("In no more bytes fp8 has 0.00100.")
 
 
 def test_a_profile_of_the_first_version_is_written_without_the_comparison() -> None:

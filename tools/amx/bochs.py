@@ -25,7 +25,7 @@ OPTIONS: Final = (
     "--enable-repeat-speedups", "--enable-fast-function-calls", "--enable-handlers-chaining", "--disable-show-ips",
     "--disable-docbook", "--disable-gameport",
 )  # fmt: skip
-NEEDED: Final = ("g++", "make")
+NEEDED: Final = ("gcc", "g++", "make", "objcopy")
 
 _DISABLED: Final = """
   if (BX_CPU_THIS_PTR msr.ia32_xfd & BX_XCR0_XTILEDATA_MASK) {
@@ -96,7 +96,7 @@ def build() -> Path:
     if not program().exists():
         for name in NEEDED:
             if shutil.which(name) is None:
-                raise OSError(f"there is no {name}: apt install g++ make")
+                raise OSError(f"there is no {name}: apt install g++ make binutils")
         part = folder().with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         with tarfile.open(fetch(SOURCE, SOURCE_SHA256, cache())) as source:

@@ -158,5 +158,7 @@ def _kernel_and_shell() -> tuple[bytes, bytes]:
         ):
             data = package.extractfile(member)
             assert data is not None
-            file.write_bytes(data.read())
+            part = file.with_name(f"{file.name}.part")
+            part.write_bytes(data.read())
+            part.replace(file)
     return kernel.read_bytes(), shell.read_bytes()

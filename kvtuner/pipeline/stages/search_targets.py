@@ -90,17 +90,18 @@ def targets_of(options: SearchOptions, shape: ModelShape, quant: QuantizationOpt
 
 
 def refuse_other_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> None:
-    """Refuse to replace a profile in the folder by one of another target; the error names the first difference."""
+    """Refuse a folder in which a search makes, or made, the profile of another target; the error names a difference."""
     for target in targets:
         if not folder.has(target.identity_file):
             continue
         known = folder.read_checked(target.identity_file)
+        noted = folder.file(target.profile_file if folder.has(target.profile_file) else target.identity_file)
         try:
-            refuse_difference(known, target.identity, f"{folder.file(target.profile_file)} is of another search")
+            refuse_difference(known, target.identity, f"{noted} is of another search")
         except RunFolderError as error:
             raise RunFolderError(
                 f"{error}, or ask for all budgets in one command, such as --budget 3bit 6bit, which makes a profile"
-                " for each and reuses all measurements"
+                f" for each and reuses all measurements; or delete {target.identity_file} to give that search up"
             ) from error
 
 

@@ -4,13 +4,13 @@
 #include "tile_keys.h"
 #include "tile_values.h"
 
-constexpr int FEW_ROWS = 8;  // queries of a KV head that vectors take in no more time than tiles (docs/processor.md)
+constexpr int FEW_ROWS = 8;  // queries of a KV head that vectors are predicted to take as fast (docs/processor.md)
 
 class TileAttender : public Attender {
    public:
     TileAttender(const AttendJob &job, const SidePlan &keys, const SidePlan &values, int heads, int rows, uint8_t *memory)
         : Attender(job, keys, values, heads, rows, memory) {
-        if (!keys.fits_tiles || !values.fits_tiles || rows <= FEW_ROWS) return;
+        if (!is_wide(rows)) return;
         const int64_t all = (int64_t)heads * tiles_in(rows);
         queries_ = scratch_.take<uint8_t>(all * query_bytes());
         wide_sums_ = scratch_.take<float>(all * sums_numbers());
@@ -26,14 +26,14 @@ class TileAttender : public Attender {
     }
 
    private:
-    bool is_wide() const { return k_.fits_tiles && v_.fits_tiles && rows_ > FEW_ROWS; }
+    bool is_wide(int rows) const { return k_.fits_tiles && v_.fits_tiles && rows > FEW_ROWS; }
     static int tiles_in(int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
     int64_t query_bytes() const { return (int64_t)k_.num_groups * k_.steps * 2 * TILE_BYTES; }
     int64_t sums_numbers() const { return (int64_t)v_.slots / 2 * v_.byte_tiles * TILE_ROWS * TILE_COLUMNS; }
     int64_t tile_at(int head, int row) const { return (int64_t)head * tiles_in(rows_) + row / TILE_ROWS; }
 
     void prepare_queries(int head) override {
-        if (!is_wide()) return Attender::prepare_queries(head);
+        if (!is_wide(rows_)) return Attender::prepare_queries(head);
         memset(queries_ + tile_at(head, 0) * query_bytes(), 0, tiles_in(rows_) * query_bytes());
         memset(wide_sums_ + tile_at(head, 0) * sums_numbers(), 0, sizeof(float) * tiles_in(rows_) * sums_numbers());
         for (int row = 0; row < rows_; row++) {
@@ -44,7 +44,7 @@ class TileAttender : public Attender {
     }
 
     void attend_rows(int head, int64_t start, int n) override {
-        if (!is_wide()) return Attender::attend_rows(head, start, n);
+        if (!is_wide(rows_)) return Attender::attend_rows(head, start, n);
         transpose_words(place_of(k_, k_rows_, head), k_.num_words, words_);
         if (k_.side.bits == 2) key_columns<2>(words_, k_, k_ahead_, columns_);
         else if (k_.side.bits == 3) key_columns<3>(words_, k_, k_ahead_, columns_);
@@ -69,7 +69,7 @@ class TileAttender : public Attender {
     }
 
     void read_sums(int head, int row, float *out) const override {
-        if (!is_wide()) return Attender::read_sums(head, row, out);
+        if (!is_wide(rows_)) return Attender::read_sums(head, row, out);
         read_tile_sums(wide_sums_ + tile_at(head, row) * sums_numbers(), v_, row % TILE_ROWS, out);
         add_low(head, row, out);
     }

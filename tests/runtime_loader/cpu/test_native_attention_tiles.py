@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import shutil
 import subprocess
+from importlib import resources
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wheels.tiles_by_loops import TILES, VECTORS, attention_by_tiles
+from wheels.tiles_by_loops import LOOPS_FOR_TILES, TILES, VECTORS, attention_by_tiles
 
 from kvtuner.precision import num_slots
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.cpu import library
 from kvtuner.runtime_loader.cpu.instruction_sets import INSTRUCTION_SETS, runnable_sets
-from kvtuner.runtime_loader.cpu.library import compiler
+from kvtuner.runtime_loader.cpu.library import COMPILER_FLAGS, compile_library, compiler
 from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -25,6 +26,7 @@ from kvtuner.runtime_loader.row_format import RowFormat
 if TYPE_CHECKING:
     from pathlib import Path
 
+SCORES = ScoreScaling(0.125)
 TILE_INSTRUCTIONS = ("ldtilecfg", "tileloadd", "tdpbsud", "tdpbuud", "tilestored", "tilerelease")
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
@@ -34,7 +36,9 @@ pytestmark = [
 
 @st.composite
 def sides(draw: st.DrawFn, heads: int, num_rows: int, generator: torch.Generator) -> PackedRows:
-    bits, channels = draw(st.sampled_from((2, 3, 4, 8))), 16 * draw(st.integers(1, 17))
+    bits = draw(st.sampled_from((2, 3, 4, 8)))
+    # The units of a head may be of an odd number.
+    channels = {2: 8, 3: 16, 4: 4, 8: 2}[bits] * draw(st.integers(1, 34))
     smallest = channels // num_slots(bits)
     sizes = [size for size in range(smallest, channels + 1, smallest) if channels % size == 0]
     spec = QuantSpec(bits, group_size=draw(st.sampled_from(sizes)), word_bits=draw(st.sampled_from((32, 16))))
@@ -71,6 +75,30 @@ def test_tiles_have_the_results_of_vectors_to_the_bit(data: st.DataObject) -> No
         lambda attention: attention.extend(q, k, v, keys, values, bounds, scores),
     ):
         torch.testing.assert_close(attend(tiles), attend(vectors), rtol=0, atol=0, equal_nan=True)
+
+
+def test_more_than_eight_queries_are_multiplied_by_tiles(tmp_path: Path) -> None:
+    """A fault in the loops for tiles changes the results of nine queries of a KV head, and not those of eight."""
+    path, sources = compiler(), tmp_path / "sources"
+    assert path is not None
+    with resources.as_file(resources.files("kvtuner.runtime_loader.cpu")) as package:
+        shutil.copytree(package / "sources", sources)
+    right = (sources / "tiles.h").read_text(encoding="utf-8")
+    assert "sum += (columns" in right
+    (sources / "tiles.h").write_text(right.replace("sum += (columns", "sum -= (columns"), encoding="utf-8")
+    kind = next(kind for kind in INSTRUCTION_SETS if kind.name == VECTORS)
+    command = [path, *COMPILER_FLAGS, *kind.compiler_flags, *LOOPS_FOR_TILES]
+    compile_library(command, sorted(sources.iterdir()), tmp_path / "faulty.so")
+    vectors, faulty = (NativeAttention(VECTORS, integer_products=True) for _ in range(2))
+    faulty._library = library._loaded(tmp_path / "faulty.so")
+    row_format = RowFormat(1, 64, QuantSpec(4))
+    rows = PackedRows(row_format.pack(torch.randn(70, 1, 64)), row_format)
+    for num_queries, is_equal in ((8, True), (9, False)):
+        found, expected = (
+            each.decode(torch.ones(1, num_queries, 64), rows, rows, torch.tensor([0, 70]), torch.arange(70), SCORES)
+            for each in (faulty, vectors)
+        )
+        assert torch.equal(found, expected) == is_equal
 
 
 def test_products_of_tiles_are_in_its_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
