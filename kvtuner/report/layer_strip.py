@@ -30,6 +30,7 @@ NO_ROWS: Final = "."
 """The mark of a layer that stores nothing, between others that do."""
 BAND: Final = 10  # layers that stay side by side on the narrowest screen
 MIN_WIDTH: Final = 24  # a band beside the names of a difference
+_NO_BREAK: Final = "\N{NO-BREAK SPACE}"
 _NAME_WIDTH: Final = 10
 
 
@@ -155,9 +156,10 @@ def legend(strips: Sequence[Sequence[LayerRow]], terminal: Terminal) -> list[str
     layers = [row for rows in strips for row in rows]
     codes = [(BIT_CODES[bits], str(bits)) for bits in bits_used(layers)]
     bits = " ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
-    kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
+    kinds = "  ".join(f"{code}={name.replace('+', f'{_NO_BREAK}+{_NO_BREAK}')}" for code, name in kinds_used(layers))
     gap = f"  {NO_ROWS}=stores nothing" if any(rows[-1].layer >= len(rows) for rows in strips) else ""
-    return ["", f"{'bits':<{_NAME_WIDTH}}{bits}{gap}", *indented("transform", f"before rounding: {kinds}", terminal)]
+    transforms = [line.replace(_NO_BREAK, " ") for line in indented("transform", f"before rounding: {kinds}", terminal)]
+    return ["", f"{'bits':<{_NAME_WIDTH}}{bits}{gap}", *transforms]
 
 
 def indented(name: str, text: str, terminal: Terminal) -> list[str]:

@@ -50,6 +50,14 @@ def test_the_legend_names_what_occurs_and_nothing_else() -> None:
     assert "hadamard" not in legend.replace("centered + hadamard", "") and "2" not in legend and "8" not in legend
 
 
+def test_the_name_of_a_transform_stays_on_one_line() -> None:
+    names = ("none", "hadamard", "balanced+hadamard", "centered+balanced", "centered+balanced+hadamard")
+    lines = profile_strip(make_profile([choice((4, 4), name) for name in names]), Terminal(80))
+    legend = lines[lines.index("") :]
+    assert [line for line in legend if "x=centered + balanced  X=centered + balanced + hadamard" in line]
+    assert len([line for line in legend if "=" in line]) == 2
+
+
 def test_keys_per_channel_have_a_letter_of_their_own() -> None:
     profile = make_profile([choice(), choice((16, 4))], k_layout=ScaleLayout(32, granularity="per_channel"))
     lines = profile_strip(profile, Terminal(80))
