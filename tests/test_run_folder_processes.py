@@ -197,11 +197,11 @@ def test_file_system_without_locks_is_refused(folder: RunFolder, monkeypatch: py
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
-    with pytest.raises(RunFolderError, match=r"cannot write .*run\.lock.*another folder"), folder.lock("run.lock"):
+    with pytest.raises(RunFolderError, match=r"cannot write .*run\.lock.*another place"), folder.lock("run.lock"):
         pytest.fail("locked without locks")
 
 
 def test_lock_that_is_no_file_is_refused(folder: RunFolder) -> None:
     folder.file("run.lock").mkdir()
-    with pytest.raises(RunFolderError, match=r"cannot write .*run\.lock.*another folder"), folder.lock("run.lock"):
+    with pytest.raises(RunFolderError, match=r"cannot write .*run\.lock.*another place"), folder.lock("run.lock"):
         pytest.fail("locked a folder")

@@ -58,7 +58,7 @@ def test_readmes_search_is_the_one_that_made_the_catalogues_profile() -> None:
     assert words == str(verdict).split()
     for side in ("k", "v"):
         bits = "".join(str(getattr(pair, f"{side}_bits")) for pair in profile.pairs)
-        assert f"    {side.upper()} bits {bits}\n" in readme
+        assert f"    {side.upper()} bits      {bits}\n" in readme
     assert profile.quality is not None and f" {number(profile.quality.measured_kl.mean)} [" in readme
 
 

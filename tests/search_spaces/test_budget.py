@@ -117,7 +117,7 @@ def test_memory_for_requests_of_a_known_length_holds_the_keys_of_indexes_too() -
     cache = CacheGeometry((with_index, replace(with_index, index_dim=0), with_index))
     memory = Budget.parse("1GiB@32x16k")
     counted = memory.constraint(cache.tuned(), others=cache)
-    assert counted.cap(0) == 2**30 // (32 * 16 * 1024) - 2 * 2 * 128
+    assert counted.cap(0) == 2**30 // (32 * 16 * 1024) - 2 * (128 + 4)
     for text in ("5bit", "6bpe", "50%", "2.5KiB/token"):
         budget = Budget.parse(text)
         assert budget.constraint(cache.tuned(), others=cache).cap(0) == budget.constraint(cache.tuned()).cap(0)

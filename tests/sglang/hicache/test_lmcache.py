@@ -98,5 +98,6 @@ def test_another_release_is_refused(tmp_path: Path, model_folder: ModelFolder, r
     metadata = tmp_path / "lmcache-0.5.5.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.5.5\n")
-    line = refused(model_folder(), "--enable-kvtuner-quant", "--enable-lmcache", extra_path=str(tmp_path))
+    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16", "--enable-lmcache")
+    line = refused(model_folder(), *flags, extra_path=str(tmp_path))
     assert line.startswith("packed rows were stored in LMCache 0.5.6, but 0.5.5 is installed")
