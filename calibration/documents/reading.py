@@ -44,6 +44,8 @@ def documents_of(source: CorpusSource) -> Iterator[Document]:
             yield from _file_documents(file, source.text_field)
     elif is_file:
         yield from _file_documents(path, source.text_field)
+    elif path.is_fifo():
+        raise CorpusError(f"{source.data} is a named pipe; write what comes by it to a file")
     elif path.suffix.lower() in _SUFFIXES or source.data.startswith((".", "/", "~")):
         raise CorpusError(f"{source.data} does not exist")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -308,6 +309,8 @@ def test_data_of_a_name_that_no_file_can_have_is_refused(data: str, tokenizer: T
 def test_data_that_does_not_exist_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert "does not exist" in refusal(source(tmp_path / "absent.jsonl"), tokenizer)
     assert "does not exist" in refusal(source("absent.txt"), tokenizer)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "is a named pipe" in refusal(source(tmp_path / "pipe.jsonl"), tokenizer)
     (tmp_path / "empty").mkdir()
     assert "holds no .txt, .md, .jsonl, .ndjson or .json file" in refusal(source(tmp_path / "empty"), tokenizer)
 

@@ -62,9 +62,10 @@ def _of_file(path: Path) -> Iterator[str | Messages]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise OptionError(f"--prompts {path} cannot be read ({reason}); give a file of text or JSONL") from error
+    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield _of_json(line, f"--prompts {path}, line {number}") if path.suffix == ".jsonl" else line
+            yield _of_json(line, f"--prompts {path}, line {number}") if is_json else line
 
 
 def _of_json(line: str, where: str) -> str | Messages:

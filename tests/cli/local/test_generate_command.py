@@ -118,8 +118,9 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert message in err.strip().splitlines()[-1]
 
 
-def test_a_file_that_is_no_jsonl_is_named_by_line(run: RunCommand, folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
+@pytest.mark.parametrize("name", ["prompts.jsonl", "PROMPTS.JSONL", "prompts.ndjson"])
+def test_a_file_that_is_no_jsonl_is_named_by_line(run: RunCommand, folder: Path, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
     for text, message in (("{", "line 2 is not JSON"), ('{"text": 1}', "line 2 has neither prompt, a text, nor")):
         file.write_text(f'{{"prompt": "a"}}\n{text}\n')
         status, _, err = run("generate", "--model", folder, "--prompts", file)
