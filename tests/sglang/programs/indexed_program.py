@@ -116,8 +116,8 @@ def check_new_tokens(window: Any, before: tuple[int, ...], most: int, *, is_fres
     assert len(case.staged) == (1 if most == 1000 else 3), case.staged
 
 
-def check_decoding(window: Any, most: int) -> None:
-    case = Case(window, (12, 5, 32), most, new=(1, 1, 1))
+def decoding(case: Case) -> tuple[Any, Any, Any]:
+    """The queries, both parts of the latents, and the batch of a step of decoding, whose metadata the backend has."""
     batch = case.batch
     lengths = batch.positions + 1
     case.backend.forward_metadata = SimpleNamespace(
@@ -127,6 +127,13 @@ def check_decoding(window: Any, most: int) -> None:
     )
     q, parts = case.queries(3), batch.latents(slice(0, 3)).split((RANK, ROPE), dim=-1)
     forward = SimpleNamespace(out_cache_loc=None, req_pool_indices=batch.requests)
+    return q, parts, forward
+
+
+def check_decoding(window: Any, most: int) -> None:
+    case = Case(window, (12, 5, 32), most, new=(1, 1, 1))
+    batch = case.batch
+    q, parts, forward = decoding(case)
     wanted = [
         case.wanted(q[token], [batch.wanted(token, at, is_fresh=False) for at in positions if at >= 0])
         for token, positions in enumerate(batch.selected.tolist())
@@ -143,14 +150,7 @@ def check_layers_that_share_an_index(window: Any) -> None:
     case = Case(window, (12, 5, 32), 1000, new=(1, 1, 1))
     batch, listed = case.batch, []
     case.backend.pool.keys, case.backend.pool.values = ([rows] * 4 for rows in batch.staging.rows)
-    lengths = batch.positions + 1
-    case.backend.forward_metadata = SimpleNamespace(
-        cu_seqlens_k=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-        dsa_cache_seqlens_int32=lengths.clamp(max=MOST).int(),
-        page_table_1=torch.nn.utils.rnn.pad_sequence(list(batch.slots), batch_first=True).int(),
-    )
-    q, parts = case.queries(3), batch.latents(slice(0, 3)).split((RANK, ROPE), dim=-1)
-    forward = SimpleNamespace(out_cache_loc=None, req_pool_indices=batch.requests)
+    q, parts, forward = decoding(case)
 
     def counted(slots: Any) -> Any:
         listed.append(slots)
