@@ -323,18 +323,9 @@ def _load_weights(source: ModelSource, shape: ModelShape) -> PreTrainedModel:
 
 
 def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
-    from kvtuner.exported_configs.sharing.hub_client import is_nowhere
+    from kvtuner.exported_configs.sharing.hub_client import unfetched_reason
 
-    reason = " ".join(str(error).split())
-    if is_nowhere(error.__cause__):
-        from huggingface_hub import constants
-
-        asked = "no hub is asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "no hub answers"
-        reason = (
-            f"{asked}, and its cache on this machine does not hold all of the model; give a folder, or fetch it first"
-        )
-        if not constants.HF_HUB_OFFLINE:
-            reason += ". With HF_HUB_OFFLINE=1 no hub is asked, nor waited for"
+    reason = unfetched_reason(error.__cause__) or " ".join(str(error).split())
     if "trust_remote_code" in reason:
         reason = "it brings code of its own; read that code, then allow it with --trust-remote-code"
     reason = reason if len(reason) <= 300 else reason[:297] + "..."

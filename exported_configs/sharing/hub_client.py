@@ -87,9 +87,15 @@ def is_unanswered(error: HubError) -> bool:
     return get_token() is None and str(error).endswith(ABSENT)
 
 
-def is_nowhere(error: BaseException | None) -> bool:
-    """Whether huggingface_hub says that no hub answered, and that its cache does not have the file either."""
-    return isinstance(error, LocalEntryNotFoundError)
+def unfetched_reason(error: BaseException | None) -> str | None:
+    """Why neither a hub nor its cache gave a model that a library asked for, and the way out; None for other errors."""
+    if not isinstance(error, LocalEntryNotFoundError):
+        return None
+    asked = "no hub is asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "no hub answers"
+    tip = "" if constants.HF_HUB_OFFLINE else ". With HF_HUB_OFFLINE=1 no hub is asked, nor waited for"
+    return (
+        f"{asked}, and its cache on this machine does not hold all of the model; give a folder, or fetch it first{tip}"
+    )
 
 
 def list_files(repo: str, revision: str | None) -> Listing:
