@@ -50,6 +50,7 @@ class AttentionShape:
         window_tokens: The tokens of a request that the profile keeps exactly, 0 without an exact window.
         rope_dim: The rotary channels beside a latent.
         index_topk: The latents that an index selects for a query, of which attention stages some; 0 without one.
+        attends_cache: Whether new tokens attend to one another as they were stored (``--kvtuner-attend cache``).
     """
 
     num_heads: int
@@ -63,11 +64,12 @@ class AttentionShape:
     window_tokens: int
     rope_dim: int = 0
     index_topk: int = 0
+    attends_cache: bool = False
 
     @classmethod
     def of(
         cls, geometry: ModelGeometry, *, tp_size: int, chunk_tokens: int, graph_requests: int, context_length: int,
-        window_tokens: int, index_topk: int = 0,
+        window_tokens: int, index_topk: int = 0, attends_cache: bool = False,
     ) -> AttentionShape:  # fmt: skip
         """The shape of one of `tp_size` ranks of a model."""
         heads, kv_heads = (
@@ -78,7 +80,7 @@ class AttentionShape:
             outputs, parts = geometry.head_dim, DECODED_LATENT_PARTS
         return cls(
             heads, kv_heads, geometry.head_dim, outputs, parts, chunk_tokens, graph_requests, context_length,
-            window_tokens, geometry.rope_dim, index_topk,
+            window_tokens, geometry.rope_dim, index_topk, attends_cache,
         )  # fmt: skip
 
 
@@ -94,6 +96,8 @@ def attention_bytes(shape: AttentionShape) -> int:
     queries = shape.chunk_tokens * shape.num_heads * (shape.head_dim * _NATIVE_BYTES + _FLOAT_BYTES)
     read_back = WORKSPACE_BYTES + new_tokens_bytes(shape)
     of_chunk = read_back + selection_bytes(shape) if shape.index_topk else max(read_back, partials + queries)
+    if shape.attends_cache and not shape.rope_dim:  # latents count so already, as they were stored
+        of_chunk += new_tokens_bytes(shape)
     return of_chunk + decode_scratch_bytes(shape) + slot_table_bytes(shape) + staged_in_graphs_bytes(shape)
 
 

@@ -230,17 +230,15 @@ def _most_requests(kvc: Any, num_tokens: int) -> int | None:
 
 def _workspace_bytes(kvc: Any) -> int:
     """Return the bytes that attention takes of a GPU, which SGLang's memory share does not know."""
-    if torch.device(kvc.device).type != "cuda":
-        return 0
     profile = _profile(kvc.model_config)
-    return attention_bytes(
-        AttentionShape.of(
-            profile.tuned_geometry(), tp_size=ranks().tp_size,
-            chunk_tokens=chunk_tokens(), graph_requests=graph_requests(),
-            context_length=kvc.model_config.context_len, window_tokens=profile.window.num_tokens,
-            index_topk=selected_tokens(kvc.model_config),
-        )
+    shape = AttentionShape.of(
+        profile.tuned_geometry(), tp_size=ranks().tp_size,
+        chunk_tokens=chunk_tokens(), graph_requests=graph_requests(),
+        context_length=kvc.model_config.context_len, window_tokens=profile.window.num_tokens,
+        index_topk=selected_tokens(kvc.model_config),
+        attends_cache=process_state().active().request.attend == "cache",
     )  # fmt: skip
+    return attention_bytes(shape) if torch.device(kvc.device).type == "cuda" else 0
 
 
 def _served() -> str:

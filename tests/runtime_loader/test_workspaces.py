@@ -140,6 +140,14 @@ def test_a_chunk_reads_its_prefix_back_or_keeps_parts() -> None:
     assert slot_table_bytes(replace(LLAMA, graph_requests=0)) == 0
 
 
+def test_new_tokens_that_are_read_back_as_they_were_stored_count_once_more() -> None:
+    """Flash attention reads them among their prefix, in a buffer that they are copied to."""
+    of_cache = attention_bytes(replace(LLAMA, attends_cache=True)) - attention_bytes(LLAMA)
+    assert of_cache == 8192 * 8 * 256 * 2
+    many = replace(LLAMA, num_heads=128, window_tokens=32)  # whose chunks keep parts
+    assert attention_bytes(replace(many, attends_cache=True)) - attention_bytes(many) == of_cache
+
+
 def test_beside_an_index_a_chunk_is_staged_and_a_graph_keeps_pages() -> None:
     """The tensors of a run are compared in tests/sglang/programs/indexed_program.py."""
     latents = replace(LLAMA, num_heads=16, num_kv_heads=1, head_dim=512, v_head_dim=512, rope_dim=64, index_topk=2048)
