@@ -95,11 +95,13 @@ class KVTunerCache(Cache):
         refuse_own_cache(config)
         for warning in check_served_model(profile, config, context_length=context_length, allow_derived=allow_derived):
             warnings.warn(warning, stacklevel=2)
-        return cls.stored_by(profile, read_plan, config)
+        return cls.from_profile_unchecked(profile, config, read_plan)
 
     @classmethod
-    def stored_by(cls, profile: Profile, read_plan: ReadPlanName = "decode", config: ConfigLike | None = None) -> Self:
-        """An empty cache for the model of a profile, which nobody checks; the configuration has its other layers."""
+    def from_profile_unchecked(
+        cls, profile: Profile, config: ConfigLike | None = None, read_plan: ReadPlanName = "decode"
+    ) -> Self:
+        """An empty cache for a model that nobody compares with the profile's; the configuration has other layers."""
         ids = profile.tuned_geometry().ids
         layers = [KVTunerLayer(layer, profile.window) for layer in rank_formats(profile, ids)]
         cache = cls(_among_others(dict(zip(ids, layers, strict=True)), config), read_plan)

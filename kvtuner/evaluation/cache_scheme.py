@@ -208,7 +208,7 @@ class ProfileScheme(CacheScheme):
         """A cache that packs rows as the profile says."""
         refuse_own_cache(config)
         check_model(self.profile, config, context_length=context_length)
-        return KVTunerCache.stored_by(self.profile, read_plan, config)
+        return KVTunerCache.from_profile_unchecked(self.profile, config, read_plan)
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """The flags of the profile's file, which is written to the folder where there is none yet."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from kvtuner.errors import OptionError
-from kvtuner.runtime_loader.sglang.request import ATTENDS, Attend
+from kvtuner.read_plan_names import ATTENDS, Attend
 
 AttentionName = Literal["sgl_kernel", "cpu", "triton", "torch"]
 ATTENTIONS: Final[tuple[AttentionName, ...]] = get_args(AttentionName)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtuner.runtime_loader.sglang.request import Attend
+    from kvtuner.read_plan_names import Attend
 
 
 def engine(

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.read_plan_names import Attend
     from kvtuner.runtime_loader.packed_attention import PackedAttention
     from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest
-    from kvtuner.runtime_loader.sglang.request import Attend
 
 PROFILE_KEY: Final = "kvtuner_profile"
 """The key of the digest that a scheduler serves, in what it tells its launcher and in a server's `/server_info`."""

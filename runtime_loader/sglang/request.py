@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ServingError
 from kvtuner.precision import PACKED_BITS, ExactWindow, Granularity
+from kvtuner.read_plan_names import ATTENDS, Attend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
-Attend = Literal["fresh", "cache"]
-
-ATTENDS: Final = get_args(Attend)
 PROFILE_VARIABLE: Final = "KVTUNER_PROFILE"
 ATTEND_VARIABLE: Final = "KVTUNER_ATTEND"
 SIGNATURE_VARIABLE: Final = "KVTUNER_REQUIRE_SIGNATURE"
@@ -110,7 +108,7 @@ def _attend(environ: Mapping[str, str]) -> Attend:
     attend = environ.get(ATTEND_VARIABLE) or "fresh"
     if attend not in ATTENDS:
         raise ServingError(f"{ATTEND_VARIABLE} must be one of {', '.join(ATTENDS)}, not {attend!r}")
-    return cast("Attend", attend)
+    return attend
 
 
 def _variable(switch: str) -> str:

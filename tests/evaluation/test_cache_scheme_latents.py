@@ -77,7 +77,7 @@ def test_a_token_takes_the_bytes_of_its_latent_and_its_rotary_channels(
     assert profile.bytes_per_token(tp_size=4) == profile.bytes_per_token()
     assert profile.mean_bits * (RANK + ROPE) == bits * RANK + 16 * ROPE
     assert profile.bf16_bytes_per_token() == 3 * 2 * (RANK + ROPE)
-    cache = KVTunerCache.stored_by(profile, "decode", model.config)
+    cache = KVTunerCache.from_profile_unchecked(profile, model.config)
     logits_after(model, ids, cache)
     assert cache.stored_bytes == 2 * TOKENS * profile.bytes_per_token()
     fp8 = KVTunerCache.fp8(model.config)
@@ -95,7 +95,7 @@ def test_16_bits_are_the_models_own_cache_and_packed_latents_are_the_simulators(
     hooked.set_attn_implementation(register_hook())
     chain = DecoderChain(hooked, read_cache_geometry(model.config))
     own = logits_after(model, ids, DynamicCache(config=model.config))
-    native = KVTunerCache.stored_by(profile_at(model.config, 16), "decode", model.config)
+    native = KVTunerCache.from_profile_unchecked(profile_at(model.config, 16), model.config)
     torch.testing.assert_close(logits_after(model, ids, native), own, rtol=1e-4, atol=1e-4)
     for bits, window in ((4, ExactWindow()), (2, ExactWindow(8, 2))):
         profile = profile_at(model.config, bits, window)
@@ -103,12 +103,12 @@ def test_16_bits_are_the_models_own_cache_and_packed_latents_are_the_simulators(
         positions = torch.arange(TOKENS).unsqueeze(0).expand(len(ids), -1)
         trace = chain.trace(ids, positions, quantized_attention(specs, ReadPlan("decode", PROMPT)))
         simulated = chain.logits(trace.final)
-        cache = KVTunerCache.stored_by(profile, "decode", model.config)
+        cache = KVTunerCache.from_profile_unchecked(profile, model.config)
         found = logits_after(model, ids, cache)
         effect = (found - own)[:, PROMPT:].abs().max()
         assert effect > 1e-3
         assert (found - simulated).abs().mean() < 0.01 * effect
-        chunks = KVTunerCache.stored_by(profile, "decode", model.config)
+        chunks = KVTunerCache.from_profile_unchecked(profile, model.config)
         in_chunks = logits_after(model, ids, chunks, (PROMPT, PROMPT + 4, TOKENS))
         assert (in_chunks - found).abs().mean() < 0.01 * effect
 
@@ -126,7 +126,7 @@ def test_an_index_selects_no_padding_beside_an_exact_window(name: str, make_mode
     positions = torch.stack((torch.arange(padding + TOKENS), (torch.arange(padding + TOKENS) - padding).clamp(min=0)))
 
     def logits_in_chunks(sequences: slice, first: int) -> Tensor:
-        cache, parts = KVTunerCache.stored_by(profile, "cache", model.config), []
+        cache, parts = KVTunerCache.from_profile_unchecked(profile, model.config, "cache"), []
         with cache.attending(model):
             for start, stop in itertools.pairwise((first, 25, 26, 31, padding + TOKENS)):
                 parts.append(
@@ -149,14 +149,14 @@ def test_generation_beams_and_crops_go_through_packed_latents(name: str, make_mo
     profile = profile_at(model.config, 8)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **options)
-    cache = KVTunerCache.stored_by(profile, "decode", model.config)
+    cache = KVTunerCache.from_profile_unchecked(profile, model.config)
     found = model.generate(ids, **options, past_key_values=cache)
     assert cache.get_seq_length() == PROMPT + 5
     assert (found == plain).float().mean() > 0.9
     cache.crop(-2)
     assert cache.get_seq_length() == PROMPT + 3
     assert cache.index_bytes == 4 * INDEX * INDEXES.get(name, 0) * (PROMPT + 3)
-    beams = KVTunerCache.stored_by(profile, "decode", model.config)
+    beams = KVTunerCache.from_profile_unchecked(profile, model.config)
     model.generate(ids, **options, num_beams=2, past_key_values=beams)
     beams.reset()
     assert (beams.stored_bytes, beams.index_bytes) == (0, 0)
@@ -168,7 +168,7 @@ def test_what_latents_cannot_have_is_refused(make_model: Callable[..., Any]) -> 
     profile = profile_at(model.config, 4)
     with pytest.raises(PrecisionError, match="a latent is read as keys and as values and has one width, not K8V4"):
         uniform_profile(geometry, PrecisionPair(8, 4), profile.model)
-    cache = KVTunerCache.stored_by(profile, "decode", model.config)
+    cache = KVTunerCache.from_profile_unchecked(profile, model.config)
     with (
         pytest.raises(ServingError, match="rows are read in place where all layers are full"),
         cache.attending(model, in_place=True),

@@ -128,7 +128,7 @@ def test_a_cache_refuses_a_derived_configuration_unless_it_is_allowed(profile_of
     with pytest.warns(UserWarning, match="allowed: kvtuner eval PROFILE --model Owner/Name tells what that costs"):
         cache = KVTunerCache.from_profile(profile, derived, allow_derived=True)
     assert len(cache.layers) == 2
-    assert len(KVTunerCache.stored_by(profile).layers) == 2
+    assert len(KVTunerCache.from_profile_unchecked(profile).layers) == 2
     with pytest.raises(ProfileError, match="has num_attention_heads 4, but this model has 2"):
         KVTunerCache.from_profile(profile, windowed(128, num_heads=2), allow_derived=True)
 

@@ -298,7 +298,7 @@ def test_16_bits_are_the_models_own_cache_and_packed_rows_are_the_simulators(
     chain, ids = chain_of(model), some_tokens()
     layers = chain.geometry.num_layers
     own = logits_after(model, ids, DynamicCache(config=model.config))
-    native = KVTunerCache.stored_by(profile_by_kinds(chain, [(16, 16)] * layers), "decode", model.config)
+    native = KVTunerCache.from_profile_unchecked(profile_by_kinds(chain, [(16, 16)] * layers), model.config)
     torch.testing.assert_close(logits_after(model, ids, native), own, rtol=1e-4, atol=1e-4)
     for pair, window in (((4, 4), None), ((2, 3), ExactWindow(8, 2))):
         profile = profile_by_kinds(chain, [pair] * layers, window)
@@ -308,7 +308,7 @@ def test_16_bits_are_the_models_own_cache_and_packed_rows_are_the_simulators(
         }
         positions = torch.arange(TOKENS).repeat(len(ids), 1)
         trace = chain.trace(ids, positions, quantized_attention(specs, ReadPlan("decode", PROMPT)))
-        cache = KVTunerCache.stored_by(profile, "decode", model.config)
+        cache = KVTunerCache.from_profile_unchecked(profile, model.config)
         found = logits_after(model, ids, cache)
         simulated = chain.logits(trace.final)
         effect = (found - own)[:, PROMPT:].abs().max()
@@ -316,7 +316,7 @@ def test_16_bits_are_the_models_own_cache_and_packed_rows_are_the_simulators(
         assert (found - simulated).abs().mean() < 0.01 * effect
         assert cache.stored_bytes == 2 * TOKENS * profile.bytes_per_token()
         if name != "jamba":  # whose own code loses its state between chunks of several tokens
-            chunks = KVTunerCache.stored_by(profile, "decode", model.config)
+            chunks = KVTunerCache.from_profile_unchecked(profile, model.config)
             in_chunks = logits_after(model, ids, chunks, (PROMPT, PROMPT + 4, TOKENS))
             assert (in_chunks - found).abs().mean() < 0.01 * effect
 
@@ -331,7 +331,7 @@ def test_layers_that_read_another_ones_keys_read_what_that_one_stores(
     model, ids = make_model(name), some_tokens()
     chain = chain_of(model)
     profile = profile_by_kinds(chain, [bits] * chain.geometry.num_layers, window)
-    cache = KVTunerCache.stored_by(profile, "decode", model.config)
+    cache = KVTunerCache.from_profile_unchecked(profile, model.config)
     found, exact = (logits[:, PROMPT:] for logits in (logits_after(model, ids, cache), model(ids).logits))
     specs = {
         layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), window)
@@ -350,7 +350,7 @@ def test_generation_goes_through_the_models_own_loop(name: str, make_model: Call
     chain = chain_of(model)
     profile = profile_by_kinds(chain, [(8, 8)] * chain.geometry.num_layers)
     ids = some_tokens()[:1, :PROMPT]
-    cache = KVTunerCache.stored_by(profile, "decode", model.config)
+    cache = KVTunerCache.from_profile_unchecked(profile, model.config)
     # fmt: off
     plain = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
     found = model.generate(
@@ -359,7 +359,7 @@ def test_generation_goes_through_the_models_own_loop(name: str, make_model: Call
     # fmt: on
     assert cache.get_seq_length() == PROMPT + 5
     assert (found == plain).float().mean() > 0.9
-    beams = KVTunerCache.stored_by(profile, "decode", model.config)
+    beams = KVTunerCache.from_profile_unchecked(profile, model.config)
     model.generate(ids, max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0, past_key_values=beams)
     beams.reset()
     assert beams.stored_bytes == 0
@@ -381,7 +381,7 @@ def test_a_profile_is_refused_by_a_model_with_other_kinds(make_model: Callable[.
 
 def test_rows_are_not_read_in_place_beside_other_layers(make_model: Callable[..., Any]) -> None:
     model = make_model("gpt-oss")
-    cache = KVTunerCache.stored_by(profile_by_kinds(chain_of(model), [(4, 4)] * 2), "decode", model.config)
+    cache = KVTunerCache.from_profile_unchecked(profile_by_kinds(chain_of(model), [(4, 4)] * 2), model.config)
     with (
         pytest.raises(ServingError, match="where all layers are full and have no attention sinks"),
         cache.attending(model, in_place=True),

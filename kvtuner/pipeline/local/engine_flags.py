@@ -8,6 +8,7 @@ from typing import Any
 from kvtuner.errors import OptionError, RequestError
 from kvtuner.pipeline.number_readers import byte_count, port_number, positive, seed, token_count, whole_number
 from kvtuner.pipeline.options import ModelOptions, check_options, option, read_texts
+from kvtuner.read_plan_names import ATTENDS, Attend
 from kvtuner.runtime_loader.engine.engine_options import (
     ATTENTIONS,
     DEFAULT_PAGE_SIZE,
@@ -17,7 +18,6 @@ from kvtuner.runtime_loader.engine.engine_options import (
     EvictionName,
 )
 from kvtuner.runtime_loader.engine.generation import SamplingParameters
-from kvtuner.runtime_loader.sglang.request import ATTENDS, Attend
 
 _DEFAULTS = EngineOptions()
 _GREEDY = SamplingParameters()

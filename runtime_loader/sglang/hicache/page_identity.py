@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.read_plan_names import Attend
     from kvtuner.runtime_loader.host_tier.transfer import MakeMover
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
-    from kvtuner.runtime_loader.sglang.request import Attend
 
 # What differs in the configurations of equal models.
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "transformers_version")
