@@ -347,7 +347,7 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
     from kvtuner.pipeline.stages import baseline_comparison
 
     real, low = baseline_comparison.kl_difference, 0.5 if flags else 0.0
-    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *of: Interval(real(*of).mean, low, 2.0))
+    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *of: Interval(max(real(*of).mean, low), low, 2.0))
     flags = ("--budget", "4bit", "--sequences", "2,2,6", *flags)
     assert search(tmp_path / "run", *flags, trials=2)["uniform_winner"] is None
 

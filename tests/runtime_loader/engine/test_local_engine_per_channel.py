@@ -129,9 +129,10 @@ def test_the_kernels_read_and_pack_them_too(
     attend: str, model: Any, profile: Profile, prompt: Any, engine_of: EngineOf
 ) -> None:
     engine = engine_of(model, None, profile, attention="triton", attend=attend, chunk_tokens=33)
-    answers = engine.generate([prompt(length) for length in (40, 3)], ASKED)
+    # The interpreter is slow: twelve tokens fill the third group of the one and none of the other.
+    answers = engine.generate([prompt(length) for length in (40, 19)], replace(ASKED, max_tokens=12))
     engine.close()
     for answer in answers:
         length = len(answer.prompt_token_ids)
         cuts = [0, *range(33, length, 33), length] if attend == "fresh" else []
-        assert reads_exactly(model, profile, answer, exact_pairs(WINDOW, length + NEW, cuts))
+        assert reads_exactly(model, profile, answer, exact_pairs(WINDOW, length + 12, cuts))
