@@ -130,7 +130,8 @@ def load_corpus(
             f"a sequence must have at least {MIN_SEQUENCE_LENGTH} tokens, a prompt and predictions to score, but would"
             f" have {source.sequence_length}; give a larger --sequence-length or --context-length"
         )
-    documents = without_repeats(list(islice(documents_of(source), MAX_DOCUMENTS)), source)
+    read = list(islice(documents_of(source), MAX_DOCUMENTS))
+    documents = without_repeats(read, source)
     if not documents:
         raise CorpusError(
             f'{source.data} holds no text; a line is {{"{source.text_field}": ...}} or {{"messages": ...}}'
@@ -139,8 +140,10 @@ def load_corpus(
     if any(isinstance(document, ImageDocument) for document in documents):
         if read_processor is None:
             raise CorpusError(f"{source.data} holds images, which a model's processor makes tokens of; give text")
-        return _corpus_with_images(documents, source, tokenizer, ImageTokenizer(read_processor(), source.data))
-    parts = _first(_pack(documents, source, tokenizer), source, "a smaller --sequence-length")
+        return _corpus_with_images(
+            documents, len(read), source, tokenizer, ImageTokenizer(read_processor(), source.data)
+        )
+    parts = _first(_pack(documents, source, tokenizer), source, len(read), "a smaller --sequence-length")
     corpus = Corpus({name: torch.tensor(part, dtype=torch.int64) for name, part in parts.items()})
     _refuse_overlap({name: ids.numpy().reshape(-1) for name, ids in corpus.splits.items()}, source)
     return corpus
@@ -148,13 +151,14 @@ def load_corpus(
 
 def _corpus_with_images(
     documents: Iterable[Document],
+    num_read: int,
     source: CorpusSource,
     tokenizer: PreTrainedTokenizerBase,
     image_tokenizer: ImageTokenizer,
 ) -> Corpus:
     length = source.sequence_length
     cutter = SequenceCutter(image_tokenizer, length, start_tokens(tokenizer))
-    parts = _first(cutter.cut(documents), source, "another --sequence-length, since images are not cut")
+    parts = _first(cutter.cut(documents), source, num_read, "another --sequence-length, since images are not cut")
     _refuse_overlap({name: np.concatenate([run.content for run in part]) for name, part in parts.items()}, source)
     filling = tokenizer.eos_token_id or 0
     return Corpus(
@@ -164,15 +168,19 @@ def _corpus_with_images(
 
 
 def _first(
-    sequences: Iterator[PackedSequence], source: CorpusSource, way_out: str
+    sequences: Iterator[PackedSequence], source: CorpusSource, num_read: int, way_out: str
 ) -> dict[SplitName, list[PackedSequence]]:
     """The first sequences, by split, as many as each is to have; a way out ends the message that there are too few."""
     wanted = sum(source.num_sequences)
     found = list(islice(sequences, wanted))
     if len(found) < wanted:
+        lack, remedy = f"{source.data} is too short", "give more text"
+        if num_read == MAX_DOCUMENTS:
+            lack = f"{source.data} is too short in its first {MAX_DOCUMENTS:,} documents, and no more are read"
+            remedy = "join short documents to longer ones"
         raise CorpusError(
-            f"{source.data} is too short: {wanted} sequences of {source.sequence_length} tokens are needed,"
-            f" {len(found)} were found; give more text, or fewer --sequences, or {way_out}"
+            f"{lack}: {wanted} sequences of {source.sequence_length} tokens are needed, {len(found)} were found;"
+            f" {remedy}, or give fewer --sequences, or {way_out}"
         )
     left = iter(found)
     return {name: list(islice(left, count)) for name, count in zip(SPLITS, source.num_sequences, strict=True)}

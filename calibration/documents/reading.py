@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.documents.image_document import ImageDocument, image_document
+from kvtuner.calibration.documents.text_files import JSON_LINES, json_of, lines_of, text_of
 from kvtuner.errors import CorpusError
 from kvtuner.exported_configs.identity.model_identity import DEMO
 
@@ -15,10 +16,8 @@ if TYPE_CHECKING:
     from kvtuner.calibration.corpus import CorpusSource
 
 DEMO_CORPUS = Path(__file__).parents[1] / "demo" / "corpus.jsonl"
-_ENCODING = "utf-8-sig"  # with or without a byte order mark
 _TEXTS: Final = (".txt", ".md")
-_LINES: Final = (".jsonl", ".ndjson")
-_SUFFIXES: Final = (*_TEXTS, *_LINES, ".json")
+_SUFFIXES: Final = (*_TEXTS, *JSON_LINES, ".json")
 """The ends of files that are read, in any case: one text each, rows of JSON lines, and a JSON list of rows."""
 _READ: Final = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
 Message = Mapping[str, Any]
@@ -35,21 +34,34 @@ def documents_of(source: CorpusSource) -> Iterator[Document]:
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
-        raise CorpusError(f"cannot read {source.data[:60]}: {error.strerror or error}") from error
+        raise CorpusError(f"cannot read {source.data[:60]}: {error.strerror or error}; name another file") from error
     if is_folder:
-        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in _SUFFIXES]
-        if not files:
-            raise CorpusError(f"{path} holds no {_READ} file")
-        for file in files:
-            yield from _file_documents(file, source.text_field)
+        yield from _folder_documents(path, source.text_field)
     elif is_file:
         yield from _file_documents(path, source.text_field)
     elif path.is_fifo():
         raise CorpusError(f"{source.data} is a named pipe; write what comes by it to a file")
     elif path.suffix.lower() in _SUFFIXES or source.data.startswith((".", "/", "~")):
-        raise CorpusError(f"{source.data} does not exist")
+        raise CorpusError(f"{source.data} does not exist; name a file or folder that does, or the id of a data set")
     else:
         yield from _dataset_documents(source)
+
+
+def _folder_documents(folder: Path, text_field: str) -> Iterator[Document]:
+    try:
+        files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in _SUFFIXES and not file.is_dir()]
+        others = [file for file in files if not file.is_file()]
+    except OSError as error:
+        raise CorpusError(f"cannot read {folder}: {error.strerror or error}; name a folder that can be read") from error
+    if others:
+        raise CorpusError(f"{others[0]} is a pipe or a device, or a link to nothing; move it out of {folder}")
+    if not files:
+        raise CorpusError(f"{folder} holds no {_READ} file; name another folder, or convert what it holds")
+    for file in files:
+        try:
+            yield from _file_documents(file, text_field)
+        except CorpusError as error:
+            raise CorpusError(f"{error}; if {file.name} is no data, move it out of {folder}") from error
 
 
 def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
@@ -59,43 +71,28 @@ def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
             f"data of a file must end in {_READ}, but {path} does not; rename it if it is one text, and convert rows,"
             " such as of CSV or Parquet, to JSON lines"
         )
-    try:
-        if suffix in _TEXTS:
-            if (text := path.read_text(encoding=_ENCODING)).strip():
-                yield text
-            return
-        for number, row in _rows(path):
-            yield from _row_document(row, text_field, f"{path}, line {number}", path.parent)
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise CorpusError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a JSON list or of JSON lines, numbered from 1."""
-    if path.suffix.lower() not in _LINES:
-        rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
-        if not isinstance(rows, list):
-            raise CorpusError(f"{path} must hold a JSON list of objects")
-        yield from enumerate(rows, 1)
+    if suffix in _TEXTS:
+        if (text := text_of(path, str(path))).strip():
+            yield text
         return
-    with path.open(encoding=_ENCODING) as handle:
-        for number, line in enumerate(handle, 1):
-            if line.strip():
-                yield number, _parsed(line.rstrip("\n"), f"{path}, line {number}")
+    for where, row in _rows(path):
+        yield from _row_document(row, text_field, where, path.parent)
 
 
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise CorpusError(f"{where} is not JSON: {error.msg}, {place}") from error
-    except RecursionError as error:
-        raise CorpusError(f"{where} is nested too deeply; a text needs one object, a conversation three") from error
-    except ValueError as error:  # an integer of too many digits, for which Python advises a call
-        raise CorpusError(f"{where} holds an integer of too many digits; give it as a string") from error
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of JSON lines or of a JSON list, each behind its place, numbered from 1."""
+    if path.suffix.lower() in JSON_LINES:
+        for where, line in lines_of(path, str(path)):
+            yield where, json_of(line, where, "one JSON object")
+        return
+    rows = json_of(text_of(path, str(path)), str(path), "a JSON list of objects")
+    if not isinstance(rows, list):
+        raise CorpusError(
+            f"{path} must hold a JSON list of objects, not {type(rows).__name__}; write objects between [ and ], or"
+            " one on each line of a .jsonl file"
+        )
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, item {number}", row
 
 
 def _row_document(row: Any, text_field: str, where: str, folder: Path | None) -> Iterator[Document]:

@@ -182,6 +182,18 @@ def test_no_more_documents_are_read_than_the_limit(
     assert any(read.startswith(text[: len(read)]) or text.startswith(read) for text in texts[:2])
 
 
+def test_a_text_of_too_many_short_documents_is_refused_for_what_is_left_out(
+    texts: list[str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
+    monkeypatch.setattr(corpus_module, "MAX_DOCUMENTS", 2)
+    message = refusal(source(path, num_sequences=(10, 10, 10)), tokenizer)
+    assert "is too short in its first 2 documents, and no more are read: 30 sequences" in message
+    assert "; join short documents to longer ones, or give fewer --sequences" in message
+    monkeypatch.setattr(corpus_module, "MAX_DOCUMENTS", 40)  # all that there are
+    load_corpus(source(path, num_sequences=(10, 10, 10)), tokenizer)
+
+
 def test_the_name_is_the_last_part_of_a_path(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert source(tmp_path / "mine.txt").name == "mine.txt"
@@ -201,7 +213,7 @@ def test_data_too_short_for_three_splits_says_how_much_is_there(
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts[:2]))
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts[:2])
     message = refusal(source(path, num_sequences=(20, 20, 20)), tokenizer)
-    assert f"60 sequences of {LENGTH} tokens are needed, {tokens // LENGTH} were found" in message
+    assert f"60 sequences of {LENGTH} tokens are needed, {tokens // LENGTH} were found; give more text" in message
 
 
 @pytest.mark.parametrize(
@@ -227,16 +239,17 @@ def test_a_row_of_another_form_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data.jsonl", b'{"text": "a"}\n{"text": "cut off', "is not JSON"),
-        ("data.json", b'[{"text": "a"}', "is not JSON"),
-        ("data.json", b'{"text": "a"}', "must hold a JSON list"),
-        ("data.txt", b"latin \xe9\xe8 text", "is not UTF-8 text"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "cut off', "; write one JSON object there"),
+        ("data.json", b'[{"text": "a"},\n\n{"text": 7}]', "item 2: no text in field 'text'"),
+        ("data.json", b'[{"text": "a"}', "; write a JSON list of objects there"),
+        ("data.json", b'{"text": "a"}', "must hold a JSON list of objects, not dict; write objects between [ and ]"),
+        ("data.txt", b"latin \xe9\xe8 text", "; convert it, as by iconv"),
         ("data.jsonl", b'{"text": "latin \xe9"}\n', "is not UTF-8 text"),
         ("data.json", b'[{"text": "latin \xe9"}]', "is not UTF-8 text"),
         ("data.jsonl", b'{"text": "a"}\n{"text": "cut', "line 2 is not JSON: Unterminated string starting at, column"),
         ("data.json", b'[{"text": "a"},\n{"text": 1,}]', "is not JSON: Expecting property name"),
         ("data.jsonl", b'{"text": "a"}\n{"text": "\\ud800 x"}\n', r"line 2: the text holds the lone surrogate \ud800"),
-        ("data.json", b'[{"text": "x \\udfff"}]', r"line 1: the text holds the lone surrogate \udfff"),
+        ("data.json", b'[\n\n{"text": "x \\udfff"}]', r"item 1: the text holds the lone surrogate \udfff"),
         (
             "data.jsonl",
             b'{"text": "a"}\n{"messages": [{"role": "user", "content": [{"text": "\\udc00"}]}]}',
@@ -307,12 +320,39 @@ def test_data_of_a_name_that_no_file_can_have_is_refused(data: str, tokenizer: T
 
 
 def test_data_that_does_not_exist_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    assert "does not exist" in refusal(source(tmp_path / "absent.jsonl"), tokenizer)
+    message = refusal(source(tmp_path / "absent.jsonl"), tokenizer)
+    assert message.endswith("does not exist; name a file or folder that does, or the id of a data set")
     assert "does not exist" in refusal(source("absent.txt"), tokenizer)
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is a named pipe" in refusal(source(tmp_path / "pipe.jsonl"), tokenizer)
     (tmp_path / "empty").mkdir()
-    assert "holds no .txt, .md, .jsonl, .ndjson or .json file" in refusal(source(tmp_path / "empty"), tokenizer)
+    message = refusal(source(tmp_path / "empty"), tokenizer)
+    assert "holds no .txt, .md, .jsonl, .ndjson or .json file; name another folder" in message
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "package.json", "notes.txt"])
+def test_a_file_of_a_folder_that_is_no_data_is_named_with_the_way_out(
+    name: str, texts: list[str], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
+    (tmp_path / name).write_bytes(b"\xff" if name.endswith(".txt") else b'{"name": "letters"}')
+    message = refusal(source(tmp_path), tokenizer)
+    assert str(tmp_path / name) in message
+    assert message.endswith(f"; if {name} is no data, move it out of {tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_is_no_file_in_a_folder_is_refused_without_waiting_for_it(
+    kind: str, texts: list[str], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
+    (tmp_path / "folder.json").mkdir()  # its end does not make it a file
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "x.jsonl")
+    else:
+        (tmp_path / "x.jsonl").symlink_to(tmp_path / "absent.jsonl")
+    message = refusal(source(tmp_path), tokenizer)
+    assert f"{tmp_path / 'x.jsonl'} is a pipe or a device, or a link to nothing; move it out of {tmp_path}" in message
 
 
 def test_repeated_documents_are_refused_or_dropped(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:

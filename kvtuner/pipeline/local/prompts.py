@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtuner.calibration.documents.text_files import JSON_LINES, json_of, lines_of
 from kvtuner.errors import OptionError, RequestError
 from kvtuner.pipeline.progress import say
 from kvtuner.runtime_loader.openai_server.chat_prompt import chat_tokens
@@ -23,7 +23,8 @@ def read_prompts(flags: GenerateFlags) -> list[str | Messages]:
     """The prompts that flags give: texts, or messages of a conversation.
 
     Raises:
-        OptionError: A file that cannot be read, or has none.
+        OptionError: A file that has none, or a line of another form.
+        CorpusError: A file that cannot be read, or is not UTF-8 or JSON.
     """
     if flags.prompt:
         return list(flags.prompt)
@@ -57,26 +58,17 @@ def encode(tokenizer: Any, prompt: str | Messages, *, is_chat: bool) -> list[int
 
 
 def _of_file(path: Path) -> Iterator[str | Messages]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise OptionError(f"--prompts {path} cannot be read ({reason}); give a file of text or JSONL") from error
-    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _of_json(line, f"--prompts {path}, line {number}") if is_json else line
+    is_json = path.suffix.lower() in JSON_LINES
+    for where, line in lines_of(path, f"--prompts {path}"):
+        yield _of_json(line, where) if is_json else line
 
 
 def _of_json(line: str, where: str) -> str | Messages:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OptionError(f"{where} is not JSON: {error}") from error
+    record = json_of(line, where, "an object with prompt or messages")
     prompt = record.get("prompt") if isinstance(record, dict) else None
     messages = record.get("messages") if isinstance(record, dict) else None
     if isinstance(prompt, str):
         return prompt
     if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
         return messages
-    raise OptionError(f"{where} has neither prompt, a text, nor messages, a list of role and content")
+    raise OptionError(f"{where} has neither prompt, a text, nor messages, a list of role and content; give one")

@@ -103,7 +103,7 @@ def test_a_profile_decides_what_is_stored(
     [
         (("--prompt", "x", "--temperature", "-1"), "temperature must be at least 0, not -1.0"),
         (("--prompt", "x", "--prompts", "y"), "give --prompt or --prompts, one of the two"),
-        (("--prompts", "/nowhere/y"), "cannot be read (No such file or directory)"),
+        (("--prompts", "/nowhere/y"), "cannot read --prompts /nowhere/y: No such file or directory; name a file"),
         (("--prompt", "x", "--attention", "sgl_kernel"), "by sgl_kernel was asked for and cannot run here"),
         (("--prompt", "x", "--max-tokens", "9999"), "more than the context of 512"),
         (("--prompt", "x", "--kv-memory", "10"), "hold no page"),
