@@ -68,24 +68,46 @@ def from_record(record: Sequence[Sequence[tuple[Any, float]]]) -> NextToken:
 
 
 def from_sglang(answer: Any, asked: Sequence[int]) -> NextToken:
-    """Read an answer of one token to ``/generate``, `asked` its ``token_ids_logprob``; `NO_ANSWER` for other forms."""
-    meta = answer["meta_info"]
-    top: dict[int | str, float] = {int(token): float(log_p) for log_p, token, _ in meta["output_top_logprobs"][0]}
-    named = {int(token): float(log_p) for log_p, token, _ in meta["output_token_ids_logprobs"][0]} if asked else {}
-    if not top:
-        raise ValueError("no log-probabilities")
-    return NextToken(top, {token: named[token] for token in asked})
+    """Read an answer of one token to ``/generate``, `asked` its ``token_ids_logprob``.
+
+    Raises:
+        ValueError: An answer of another form; the message says which part.
+    """
+    top = _pairs_of_sglang(answer, "output_top_logprobs")
+    named = _pairs_of_sglang(answer, "output_token_ids_logprobs") if asked else {}
+    if missing := [token for token in asked if token not in named]:
+        raise ValueError(f"output_token_ids_logprobs has no log-probability of {missing}, which were asked for")
+    return NextToken(dict(top.items()), {token: named[token] for token in asked})
+
+
+def _pairs_of_sglang(answer: Any, field: str) -> dict[int, float]:
+    """The log-probabilities of the first position, by token."""
+    try:
+        pairs = answer["meta_info"][field][0]
+        found = {int(token): float(log_p) for log_p, token, _ in pairs}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{field} holds no list of [log-probability, token, text] of a position") from error
+    if not found:
+        raise ValueError(f"{field} names no token")
+    return found
 
 
 def from_openai(answer: Any, names_one_token: Callable[[str], bool]) -> NextToken:
-    """Read an answer of one token to ``/v1/completions`` with ``logprobs``; `NO_ANSWER` for other forms.
+    """Read an answer of one token to ``/v1/completions`` with ``logprobs``.
 
     A text that is not that of a single token is left out: others would be taken for it.
+
+    Raises:
+        ValueError: An answer of another form; the message says which part.
     """
-    named = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-    top = {str(text): float(log_p) for text, log_p in named.items() if names_one_token(text)}
+    try:
+        named = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        likely = {str(text): float(log_p) for text, log_p in named.items()}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError("top_logprobs holds no log-probabilities by text of a position") from error
+    top = {text: log_p for text, log_p in likely.items() if names_one_token(text)}
     if not top:
-        raise ValueError("no log-probabilities of texts that are tokens")
+        raise ValueError("top_logprobs names no text that is one token")
     return NextToken(dict(sorted(top.items(), key=lambda item: -item[1])), {})
 
 

@@ -67,20 +67,31 @@ def test_answers_are_read_and_kept() -> None:
     assert from_record(json.loads(json.dumps(found.record()))) == found
 
 
+TOP, NAMED = [[-0.1, 7, None]], [[-2.5, 9, None]]
+
+
+def test_the_answer_that_the_refused_ones_are_changed_from_is_read() -> None:
+    assert from_sglang(sglang([TOP], [NAMED]), [9]) == NextToken({7: -0.1}, {9: -2.5})
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "message"),
     [
-        {},
-        sglang([], []),
-        sglang([[]], [[[-2.5, 9, None]]]),
-        sglang([[[-0.1, 7, None]]], [[]]),
-        sglang([[[-0.1, 7, None]]], [[[None, 9, None]]]),
-        sglang([[[-0.1, 7, None]]], [[[float("-inf"), 9, None]]]),
-        sglang([[[0.1, 7, None]]], [[[-2.5, 9, None]]]),
+        ({}, "output_top_logprobs holds no list"),
+        ({"meta_info": {"output_top_logprobs": [TOP]}}, "output_token_ids_logprobs holds no list"),
+        (sglang([], [NAMED]), "output_top_logprobs holds no list"),
+        (sglang([TOP], []), "output_token_ids_logprobs holds no list"),
+        (sglang([[]], [NAMED]), "output_top_logprobs names no token"),
+        (sglang([TOP], [[]]), "output_token_ids_logprobs names no token"),
+        (sglang([TOP], [[[-2.5, 8, None]]]), r"no log-probability of \[9\], which were asked for"),
+        (sglang([[[-0.1, 7]]], [NAMED]), "output_top_logprobs holds no list"),
+        (sglang([TOP], [[[None, 9, None]]]), "output_token_ids_logprobs holds no list"),
+        (sglang([TOP], [[[float("-inf"), 9, None]]]), "-inf is no log-probability"),
+        (sglang([[[0.1, 7, None]]], [NAMED]), "0.1 is no log-probability"),
     ],
 )
-def test_answers_of_another_form_are_refused(answer: Any) -> None:
-    with pytest.raises((KeyError, IndexError, TypeError, ValueError)):
+def test_answers_of_another_form_are_refused_by_the_part_that_is_wrong(answer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_sglang(answer, [9])
 
 
@@ -94,6 +105,7 @@ def test_texts_that_several_tokens_share_are_not_taken_for_one() -> None:
     found = from_openai({"choices": [{"logprobs": {"top_logprobs": [likely]}}]}, text.names_one_token)
     assert found.top == {alone[5]: -1.5, alone[3]: -2.0}
     assert found.best == alone[5]
-    for wrong in ({shared: -0.5}, {}, None):
-        with pytest.raises((ValueError, AttributeError)):
+    no_token, no_texts = "names no text that is one token", "holds no log-probabilities by text"
+    for wrong, message in (({shared: -0.5}, no_token), ({}, no_token), (None, no_texts), ({alone[3]: None}, no_texts)):
+        with pytest.raises(ValueError, match=message):
             from_openai({"choices": [{"logprobs": {"top_logprobs": [wrong]}}]}, text.names_one_token)
