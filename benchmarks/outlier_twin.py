@@ -17,7 +17,8 @@ import optuna
 from search_quality import CalibratedModel, add_arguments, add_measurement, prepare, settings_text
 
 from kvtuner.calibration.demo.outliers import make_twin
-from kvtuner.pipeline.options import MeasurementOptions, options_from
+from kvtuner.pipeline.flags.option_fields import options_from
+from kvtuner.pipeline.options import MeasurementOptions
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:

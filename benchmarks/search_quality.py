@@ -36,7 +36,8 @@ from kvtuner.calibration.isolated.candidates import isolated_candidates, isolate
 from kvtuner.cli.command import add_options, add_switch
 from kvtuner.errors import BudgetError, SearchSpaceError
 from kvtuner.evaluation.validation import SequenceSums, Validator, kl_difference, pooled
-from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptions, SearchOptions, options_from
+from kvtuner.pipeline.flags.option_fields import options_from
+from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptions, SearchOptions
 from kvtuner.pipeline.stages.baseline_comparison import scheme_of
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity

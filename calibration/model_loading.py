@@ -39,7 +39,7 @@ class ModelSource:
     Attributes:
         model: hub id, folder, or ``demo``.
         revision: branch, tag or commit on the hub.
-        device: ``auto`` (all GPUs, else the CPU) or a torch device.
+        device: ``auto`` (all GPUs with accelerate, else the first; the CPU without any) or a torch device.
         dtype: ``auto`` (the checkpoint's on a GPU, float32 on a CPU) or a torch dtype's name.
         trust_remote_code: run code that comes with the checkpoint.
         context_length: tokens that will be served; the configuration's maximum by default.

@@ -20,6 +20,7 @@ from kvtuner.precision import (
     ScaleLayout,
     copy_bytes,
 )
+from kvtuner.search_spaces.amounts import BYTES, NUMBER, TOKENS, bytes_of_unit, count_of_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,20 +34,12 @@ FORMS: Final = "4bit, 4.25bpe, 35%, 18KiB/token or 40GiB@32x64k"
 SMALLEST_PAIR: Final = PrecisionPair(2, 2)
 NATIVE_PAIR: Final = PrecisionPair(16, 16)
 
-# Numbers of bounded length: exact arithmetic on any text that a user gives stays quick.
-_NUMBER = r"(\d{1,12}(?:\.\d{1,15})?)"
-_UNIT = r"([KMGT]I?B|B)"
 _PATTERNS: Final[dict[BudgetKind, re.Pattern[str]]] = {
-    "mean_bits": re.compile(rf"{_NUMBER} ?BITS?", re.ASCII),
-    "effective_bits": re.compile(rf"{_NUMBER} ?BPE", re.ASCII),
-    "percent": re.compile(rf"{_NUMBER} ?%", re.ASCII),
-    "bytes_per_token": re.compile(rf"{_NUMBER} ?{_UNIT}/TOKEN", re.ASCII),
-    "memory": re.compile(rf"{_NUMBER} ?{_UNIT}@(\d{{1,9}})X(\d{{1,9}})(K?)", re.ASCII),
-}
-_UNIT_BYTES: Final = {"B": 1} | {
-    prefix + suffix: base ** (1 + "KMGT".index(prefix))
-    for prefix in "KMGT"
-    for suffix, base in (("B", 1000), ("IB", 1024))
+    "mean_bits": re.compile(rf"{NUMBER} ?BITS?", re.ASCII),
+    "effective_bits": re.compile(rf"{NUMBER} ?BPE", re.ASCII),
+    "percent": re.compile(rf"{NUMBER} ?%", re.ASCII),
+    "bytes_per_token": re.compile(rf"{BYTES}/TOKEN", re.ASCII),
+    "memory": re.compile(rf"{BYTES}@(\d{{1,9}})X{TOKENS}", re.ASCII),
 }
 
 
@@ -83,12 +76,12 @@ class Budget:
             if match := pattern.fullmatch(text.strip().upper()):
                 number, *rest = match.groups()
                 requests = int(rest[1]) if kind == "memory" else None
-                context = int(rest[2]) * (1024 if rest[3] else 1) if kind == "memory" else None
+                context = count_of_tokens(rest[2], rest[3]) if kind == "memory" else None
                 tokens = 1 if requests is None or context is None else requests * context
                 if Fraction(number) == 0 or tokens == 0:
                     raise BudgetError(f"a budget must be more than nothing, but is {text!r}; give {FORMS}")
-                unit_bytes = Fraction(_UNIT_BYTES[rest[0]] if rest else 1, tokens)
-                return cls(kind, Fraction(number), _unit_text(kind, rest), unit_bytes, requests, context)
+                bytes_each = Fraction(bytes_of_unit(rest[0]) if rest else 1, tokens)
+                return cls(kind, Fraction(number), _unit_text(kind, rest), bytes_each, requests, context)
         raise BudgetError(f"a budget is written {FORMS}, not {text!r}")
 
     @property

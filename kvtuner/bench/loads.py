@@ -46,7 +46,7 @@ class LoadOptions:
         outputs: The tokens generated after `SHORT_PROMPT` tokens.
         concurrency: The requests in flight; None doubles as long as it fits.
         repeats: The requests at each length and output, and in every lane of a concurrency; the batches of each size.
-        prompt: The tokens of prompts, of loads that are not about lengths; `output` those of outputs.
+        prompt_tokens: The tokens of prompts, of loads that are not about lengths; `output_tokens` those of outputs.
     """
 
     lengths: tuple[int, ...] = (10, 50, 100, 500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
@@ -55,8 +55,8 @@ class LoadOptions:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     rounds: int = 20
     repeats: int = 5
-    prompt: int = 256
-    output: int = 32
+    prompt_tokens: int = 256
+    output_tokens: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def plan_loads(options: LoadOptions, capacity: Capacity) -> tuple[list[Load], li
 
 
 def _all_loads(options: LoadOptions, capacity: Capacity) -> Iterator[Load]:
-    prompt, output, repeats = options.prompt, options.output, options.repeats
+    prompt, output, repeats = options.prompt_tokens, options.output_tokens, options.repeats
     for length in options.lengths:
         yield Load("prompt", length, SHORT_OUTPUT, 1, repeats)
     for tokens in options.outputs:
@@ -120,7 +120,7 @@ def check_prompts(stream: Collection[int], num_tokens: int, count: int) -> None:
     if count > most:
         raise CorpusError(
             f"no two prompts may begin alike, and {count:,} of length {num_tokens} are asked for, of which the"
-            f" text's {num_different:,} different tokens begin {most:,}; give longer prompts (--prompt,"
+            f" text's {num_different:,} different tokens begin {most:,}; give longer prompts (--prompt-tokens,"
             " --lengths), fewer requests (--concurrency, --batches, --repeats) or other --data"
         )
 

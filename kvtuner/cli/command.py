@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvtuner.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 PROFILE_HELP: Final = (
     "profile.json, run folder, owner/name[@revision][:path] of the hub, or catalogue:name; #sha256:... pins"
@@ -21,36 +21,47 @@ PROFILE_HELP: Final = (
 
 
 class Command(NamedTuple):
-    """A command by its name: its line of help, what adds its flags to a parser, and what runs it for an exit status."""
+    """A command by its name: its line of help, what adds its flags to a parser, and what runs it for an exit status.
+
+    A command that `resumes` goes on where the same one was interrupted.
+    """
 
     name: str
     summary: str
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    resumes: bool = False
 
 
-def add_options(parser: argparse.ArgumentParser, options: Any, title: str | None = None) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, options: Any, title: str | None = None, texts: Mapping[str, str] | None = None
+) -> None:
     """Add a flag for every option of a dataclass, in groups; options in a field of options are a group of its name.
 
-    The title is that of the first group; see `kvtuner.pipeline.options.option` for the others.
+    The title is that of the first group, and texts take the place of lines of help, by the name of the field; see
+    `option` and `option_group` of `kvtuner.pipeline.flags.option_fields`.
     """
     group = parser.add_argument_group(title) if title else parser
     for item in fields(options):
         if is_dataclass(item.default_factory):
-            add_options(parser, item.default_factory, item.name)
+            add_options(parser, item.default_factory, item.name, item.metadata)
         elif "help" in item.metadata:
             settings = {"default": list(item.default) if item.default == () else item.default, **item.metadata}
+            settings["help"] = (texts or {}).get(item.name, settings["help"])
             if heading := settings.pop("group", None):
                 group = parser.add_argument_group(heading)
             if isinstance(item.default, bool):
                 settings["action"] = argparse.BooleanOptionalAction
             if read := settings.pop("type", None):
-                settings["type"] = _flag_type(read)
-            flags = (item.name.replace("_", "-"), *settings.pop("aliases", ()))
-            group.add_argument(*(f"--{flag}" for flag in flags), **settings)
+                settings["type"] = flag_type(read)
+            aliases = settings.pop("aliases", ())
+            group.add_argument(f"--{item.name.replace('_', '-')}", **settings)
+            for alias in aliases:
+                unseen = {"dest": item.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+                group.add_argument(f"--{alias}", **{**settings, **unseen})
 
 
-def _flag_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def flag_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """The type of a flag whose text `read` reads: argparse hides the text of any error but its own."""
 
     @wraps(read)

@@ -58,7 +58,7 @@ _PATHS: Final = ("model", "data", "out")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None and off, and of a switch that is off the flag alone that turns it on."""
+    """Shows defaults, except None, off and nothing, and of a switch that is off the flag alone that turns it on."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, argparse.BooleanOptionalAction) and not action.default:
@@ -66,7 +66,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._format_action_invocation(action)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS, []):
+        # 0 and 0.0 equal False, but are defaults to show.
+        if action.default is False or action.default in (None, argparse.SUPPRESS, [], ""):
             return action.help
         return super()._get_help_string(action)
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
-from kvtuner.errors import CorpusError, EndpointError, OptionError
+from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
-from kvtuner.pipeline.number_readers import byte_count, positive, seed, whole_number
-from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
+from kvtuner.pipeline.flags.name_readers import endpoint, names
+from kvtuner.pipeline.flags.number_readers import (
+    byte_count,
+    bytes_per_second,
+    counts,
+    from_zero,
+    positive,
+    seed,
+    several,
+    token_count,
+    token_counts,
+)
+from kvtuner.pipeline.flags.option_fields import check_options, option, option_group
+from kvtuner.pipeline.options import DataOptions, ModelOptions
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
@@ -36,51 +48,16 @@ _OF_LEVELS: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
     ("likelihood",): ("batch_size", "positions", "scored_sequences", "top_logprobs"),
 }
 LOADS: Final = LoadOptions()
-
-
-def several(text: str) -> int:
-    """A count of at least 2, which an interval needs."""
-    value = whole_number(text)
-    if value < 2:
-        raise OptionError(f"intervals need at least 2, not {value}")
-    return value
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Counts between commas, ascending, each once."""
-    return tuple(sorted({positive(part) for part in text.split(",")}))
-
-
-def names(choices: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
-    """A function that reads names between commas, each of them one of the choices where there are any."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        parts = tuple(part.strip() for part in text.split(",") if part.strip())
-        if not parts:
-            raise OptionError("name one at least")
-        for part in parts:
-            if choices and part not in choices:
-                raise OptionError(f"{part!r} is none of {', '.join(choices)}")
-        return parts
-
-    return parse
-
-
-def endpoint(text: str) -> tuple[str, str]:
-    """A scheme and the URL of its server; the profile where no scheme is named."""
-    scheme, is_named, url = text.partition("=")
-    if not is_named or "://" in scheme:
-        scheme, url = "profile", text
-    if not url.startswith(("http://", "https://")):
-        raise OptionError(f"an endpoint is http://HOST:PORT, or SCHEME=http://HOST:PORT, not {text!r}")
-    return scheme, url
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise OptionError(f"must be above 0, not {text}")
-    return value * 1e9
+_MODEL_TEXTS: Final = {
+    "model": "hub id, local folder, or the shipped demo model; the profile's by default",
+    "revision": "commit, tag or branch on the hub; the profile's by default, with its model",
+    "context_length": "tokens of the context, such as 32k; the search's by default",
+}
+_DATA_TEXTS: Final = {
+    "sequence_length": "tokens per sequence; the search's by default",
+    "sequences": "sequences that calibrate and select saw, and that report; the search's by default",
+}
+"""The help of flags whose gaps the profile's search fills."""
 
 
 def _number(name: str, text: str, *, type: Callable[[str], int] = positive, **flag: Any) -> Any:
@@ -96,8 +73,8 @@ class EvalOptions:
     """
 
     profile: str
-    model: ModelOptions = field(default_factory=ModelOptions)
-    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = option_group(ModelOptions, **_MODEL_TEXTS)
+    data: DataOptions = option_group(DataOptions, **_DATA_TEXTS)
     levels: tuple[str, ...] | None = option(
         None, f"{', '.join(LEVELS)}; all, by default", type=names(LEVELS), group="evaluation", metavar="LEVEL[,...]"
     )
@@ -114,7 +91,7 @@ class EvalOptions:
     lengths: tuple[int, ...] | None = option(
         None,
         "lengths of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
-        type=counts,
+        type=token_counts,
         metavar="TOKENS[,...]",
     )
     problems: int | None = _number("problems", "contexts of every length", type=several)
@@ -135,7 +112,7 @@ class EvalOptions:
     )
     include_path: str | None = option(None, "folder of task files; they may run code of their own", metavar="FOLDER")
     limit: int | None = option(None, "questions of each task; all, by default", type=several)
-    num_fewshot: int | None = option(None, "examples before a question; the task's own, by default", type=int)
+    num_fewshot: int | None = option(None, "examples before a question; the task's own, by default", type=from_zero)
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     endpoint: tuple[tuple[str, str], ...] | None = option(
         None,
@@ -213,9 +190,9 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _counts(text: str, **flag: Any) -> Any:
-    """Counts that stay None where they are not given, as `LOADS` has them."""
-    return option(None, text, type=counts, metavar="TOKENS[,...]", **flag)
+def _token_counts(text: str, **flag: Any) -> Any:
+    """Counts of tokens that stay None where they are not given, as `LOADS` has them."""
+    return option(None, text, type=token_counts, metavar="TOKENS[,...]", **flag)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,8 +203,8 @@ class BenchOptions:
     """
 
     profile: str
-    model: ModelOptions = field(default_factory=ModelOptions)
-    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = option_group(ModelOptions, **_MODEL_TEXTS)
+    data: DataOptions = option_group(DataOptions, **_DATA_TEXTS)
     against: tuple[str, ...] | None = option(
         None,
         "schemes beside bf16: fp8, pairs such as K8V8, or best-uniform, the profile's fair rival, made from its run"
@@ -271,8 +248,10 @@ class BenchOptions:
     api: Literal["sglang", "openai"] | None = option(
         None, "interface of the endpoints; sglang by default", choices=("sglang", "openai")
     )
-    lengths: tuple[int, ...] | None = _counts("prompt tokens; those of 10 to 32,000 that fit, by default", group="load")
-    outputs: tuple[int, ...] | None = _counts("generated tokens; 16, 64 and 256 by default")
+    lengths: tuple[int, ...] | None = _token_counts(
+        "prompt tokens; those of 10 to 32,000 that fit, by default", group="load"
+    )
+    outputs: tuple[int, ...] | None = _token_counts("generated tokens; 16, 64 and 256 by default")
     concurrency: tuple[int, ...] | None = option(
         None, "requests in flight; doubled to what fits, by default", type=counts, metavar="N[,...]"
     )
@@ -281,13 +260,25 @@ class BenchOptions:
     )
     rounds: int = option(LOADS.rounds, "rounds of the same load, for stability", type=positive)
     repeats: int = option(LOADS.repeats, "requests, or batches, at each point", type=positive)
-    prompt: int = option(LOADS.prompt, "prompt tokens of loads that do not vary them", type=positive, metavar="TOKENS")
-    output: int = option(LOADS.output, "output tokens of loads that do not vary them", type=positive, metavar="TOKENS")
+    prompt_tokens: int = option(
+        LOADS.prompt_tokens,
+        "prompt tokens of loads that do not vary them",
+        type=token_count,
+        metavar="TOKENS",
+        aliases=("prompt",),
+    )
+    output_tokens: int = option(
+        LOADS.output_tokens,
+        "output tokens of loads that do not vary them",
+        type=token_count,
+        metavar="TOKENS",
+        aliases=("output",),
+    )
     timeout: int = option(600, "seconds for one request", type=positive, metavar="SECONDS")
     memory_bandwidth: float | None = option(
         None,
         "bandwidth of one GPU's memory, for the gate on tokens per second; measured where servers are started here",
-        type=_gigabytes,
+        type=bytes_per_second,
         metavar="GB/S",
     )
     seed: int | None = option(None, "seed of the prompts' places in the text; the search's by default", type=seed)

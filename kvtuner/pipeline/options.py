@@ -1,25 +1,24 @@
 """The options of a search or a calibration: every one once, with its default, its check and its flag.
 
-Imports nothing heavy. The command line makes its flags of these classes, and the Python interface its parameters: a
-field is called like its flag, and options in a field of options are a group of flags. A field without help is no flag
-of its own.
+Imports nothing heavy. The fields of these classes are flags and parameters: see `kvtuner.pipeline.flags`.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
 
-from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
-from kvtuner.pipeline.number_readers import (
-    MIN_REPORT_SEQUENCES,
+from kvtuner.errors import BudgetError, SearchSpaceError
+from kvtuner.pipeline.flags.number_readers import (
     positive,
     second_count,
     seed,
     sequences,
+    token_count,
     tokens_up_to,
     window_length,
 )
+from kvtuner.pipeline.flags.option_fields import check_options, option
 from kvtuner.precision import (
     CONSTANTS_PLACES,
     FITS,
@@ -34,8 +33,6 @@ from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.transforms import TRANSFORM_CHOICES, TransformChoice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvtuner.calibration.sensitivity import ScoreName
     from kvtuner.tuner.samplers import SamplerName
 
@@ -47,17 +44,6 @@ DEFAULT_TRIALS: Final = 50
 DEFAULT_RESIDUAL_LENGTH: Final = 32
 _SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "time_limit", "storage")
 
-Options = TypeVar("Options")
-
-
-def option(default: Any, text: str, **flag: Any) -> Any:
-    """A field that is a flag with a line of help; it is a switch where its default is True or False.
-
-    Further settings are arguments of argparse, such as the `type` that reads the text, and checks values from Python;
-    `group` is the title of a group of flags that begins with this one, and `aliases` are its other names.
-    """
-    return field(default=default, metadata={"help": text, **flag})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
@@ -65,11 +51,16 @@ class ModelOptions:
 
     model: str | None = option(None, "hub id, local folder, or the shipped demo model", metavar="ID|FOLDER|demo")
     revision: str | None = option(None, "commit, tag or branch on the hub")
-    device: str = option("auto", "torch device: auto (every GPU, else the CPU), cpu, cuda, cuda:N")
+    device: str = option(
+        "auto", "torch device: auto (every GPU with accelerate, else the first; the CPU without any), cpu, cuda, cuda:N"
+    )
     dtype: str = option("auto", "dtype of the model: auto, float32, float16 or bfloat16")
     trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
     context_length: int | None = option(
-        None, "context that will be served; the model's maximum by default", type=positive, metavar="TOKENS"
+        None,
+        "context that will be served, such as 32k; the model's maximum by default",
+        type=token_count,
+        metavar="TOKENS",
     )
 
     def __post_init__(self) -> None:
@@ -91,7 +82,7 @@ class DataOptions:
     sequence_length: int | None = option(
         None,
         "tokens per sequence; 512 for demo, else 2048 or the context if that is less",
-        type=positive,
+        type=token_count,
         metavar="TOKENS",
     )
     sequences: tuple[int, int, int] | None = option(
@@ -104,12 +95,6 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        counts = self.sequences
-        if counts is not None and (len(counts) != 3 or min(counts) < 1 or counts[2] < MIN_REPORT_SEQUENCES):
-            raise OptionError(
-                "sequences must be three counts (calibrate, select, report), at least 1, 1 and"
-                f" {MIN_REPORT_SEQUENCES}, not {counts}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,14 +173,17 @@ class CalibrateOptions:
     )
     tp: int = option(
         1,
-        "processes of torchrun that hold the model together, each with a GPU and a part of every layer; for models"
-        " that do not fit one GPU",
+        "processes of torchrun that hold the model together while it is measured, each with a GPU and a part of every"
+        " layer; for models that do not fit one GPU",
         type=positive,
         metavar="RANKS",
     )
     stream: bool = option(
         False, "leave the model's layers in its files and load one after another; for models that do not fit in memory"
     )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +218,9 @@ class SearchOptions(CalibrateOptions):
         metavar="10min",
     )
     nested: bool = option(False, "nested budgets: a larger one never takes bits away; needs --sampler none")
-    tp_size: int = option(1, "tensor-parallel ranks that will serve", type=positive)
+    tp_size: int = option(
+        1, "tensor-parallel ranks that will serve, beside which --tp is of the search's own processes", type=positive
+    )
     pp_size: int = option(1, "pipeline stages that will serve; each keeps the budget", type=positive)
     constants: ConstantsPlace = option(
         "auto",
@@ -246,6 +236,7 @@ class SearchOptions(CalibrateOptions):
     )
 
     def __post_init__(self) -> None:
+        check_options(self)
         if bool(self.budget) == bool(self.layers):
             raise BudgetError("give --budget (such as 4bit) or --layers (such as 0-1:bf16,2-27:K4V2), one of the two")
         for name in _SEARCH_ONLY if self.layers else ():
@@ -257,7 +248,6 @@ class SearchOptions(CalibrateOptions):
                 )
         if self.nested and self.sampler != "none":
             raise SearchSpaceError("--nested keeps the exact family, which refinement would break; add --sampler none")
-        check_options(self)
 
     @property
     def refinement_sampler(self) -> SamplerName:
@@ -268,73 +258,3 @@ class SearchOptions(CalibrateOptions):
     def refinement_trials(self) -> int:
         """The trials that the refinement runs, warm starts included."""
         return self.trials or DEFAULT_TRIALS
-
-
-def options_from(kind: type[Options], values: Mapping[str, Any]) -> Options:
-    """Options out of values by the name of their flag, in one mapping for nested options too.
-
-    A field that the values lack has its default; values that are no fields are left alone.
-    """
-    plain: dict[str, Any] = {}
-    for item in _fields(kind):
-        if nested := _nested(item):
-            plain[item.name] = options_from(nested, values)
-        elif item.name in values:
-            value = values[item.name]
-            # argparse collects lists; frozen options hold tuples.
-            plain[item.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**plain)
-
-
-def flag_values(options: object) -> dict[str, Any]:
-    """The values of all fields by the name of their flag, with those of options that a field holds."""
-    values: dict[str, Any] = {}
-    for item in _fields(type(options)):
-        value = getattr(options, item.name)
-        values |= flag_values(value) if is_dataclass(value) else {item.name: value}
-    return values
-
-
-def defaults_of(kind: type) -> dict[str, Any]:
-    """The defaults of a dataclass of options by the name of their flag, without fields that have none."""
-    return {name: item.default for name, item in flag_fields(kind).items() if item.default is not MISSING}
-
-
-def flag_fields(kind: type) -> dict[str, Field[Any]]:
-    """The fields of a dataclass of options by the name of their flag, with those of options that a field holds."""
-    flags: dict[str, Field[Any]] = {}
-    for item in _fields(kind):
-        nested = _nested(item)
-        flags |= flag_fields(nested) if nested else {item.name: item}
-    return flags
-
-
-def check_options(options: object) -> None:
-    """Refuse a value that is none of the choices, or a number that its flag's text could not be."""
-    for item in _fields(type(options)):
-        value, read = getattr(options, item.name), item.metadata.get("type")
-        choices = item.metadata.get("choices")
-        if choices and value is not None and value not in choices:
-            raise OptionError(f"{item.name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
-        # From Python a number arrives as it is: the reader of the flag's text checks it too.
-        if read and isinstance(value, int | str):
-            try:
-                read(str(value))
-            except OptionError as error:
-                raise OptionError(f"{item.name} {error}") from error
-
-
-def read_texts(options: object) -> None:
-    """Read values that from Python arrive as the flag's text, such as ``80GiB``."""
-    for item in _fields(type(options)):
-        value, read = getattr(options, item.name), item.metadata.get("type")
-        if read and isinstance(value, str):
-            object.__setattr__(options, item.name, read(value))
-
-
-def _fields(kind: Any) -> tuple[Field[Any], ...]:
-    return fields(kind)
-
-
-def _nested(item: Field[Any]) -> type[Any] | None:
-    return cast("type[Any]", item.default_factory) if is_dataclass(item.default_factory) else None

@@ -17,7 +17,8 @@ from kvtuner.bench.server import ServerFlags
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
-from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOptions, defaults_of, flag_values
+from kvtuner.pipeline.flags.option_fields import defaults_of, flag_values
+from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

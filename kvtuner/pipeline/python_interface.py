@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import os
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from kvtuner.pipeline.eval_bench_options import EvalOptions
-from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, flag_fields, options_from
+from kvtuner.pipeline.flags.option_fields import defaults_of, flag_fields, options_from
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.planning.plan_options import PlanOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvtuner.pipeline.evaluate import EvaluationResult
     from kvtuner.pipeline.planning.capacity_plan import CapacityPlan
     from kvtuner.pipeline.search import CalibrationResult, SearchResult
-
-_LISTS: Final = {"budget", "levels", "against", "lengths", "tasks"}
-"""Options of which one value stands for a tuple of one."""
 
 _Options = TypeVar("_Options")
 Function = TypeVar("Function", bound="Callable[..., Any]")
@@ -48,7 +46,9 @@ def _takes(kind: type) -> Callable[[Function], Function]:
 @overload
 def search(model: str | os.PathLike[str], *, budget: str | None = None, **options: Any) -> SearchResult: ...
 @overload
-def search(model: str | os.PathLike[str], *, budget: Sequence[str], **options: Any) -> list[SearchResult]: ...
+def search(
+    model: str | os.PathLike[str], *, budget: list[str] | tuple[str, ...], **options: Any
+) -> list[SearchResult]: ...
 @_takes(SearchOptions)
 def search(
     model: str | os.PathLike[str], *, budget: str | Sequence[str] | None = None, **options: Any
@@ -122,17 +122,14 @@ def plan(model: str | os.PathLike[str], **options: Any) -> CapacityPlan:
     return make_plan(_options(PlanOptions, {**options, "model": model}))
 
 
-def _options(kind: type[_Options], values: dict[str, Any]) -> _Options:
+def _options(kind: type[_Options], values: Mapping[str, Any]) -> _Options:
     names = flag_fields(kind)
     for name in values:
         if name not in names:
             raise TypeError(f"{name!r} is no option; the options are {', '.join(sorted(names))}")
     plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
-    if isinstance(plain.get("sequences"), int):
-        plain["sequences"] = (plain["sequences"],) * 3
     if isinstance(endpoints := plain.get("endpoint"), dict):
         plain["endpoint"] = tuple(endpoints.items())
-    for name in _LISTS & plain.keys():
-        if isinstance(plain[name], str | int):
-            plain[name] = (plain[name],)
+    if isinstance(budget := plain.get("budget"), str):
+        plain["budget"] = (budget,)
     return options_from(kind, plain)

@@ -15,7 +15,7 @@ from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare
 from kvtuner.exported_configs.identity.model_identity import DEMO, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.exported_configs.scheme_names import BEST_UNIFORM, REFERENCE
-from kvtuner.pipeline.number_readers import MAX_SEED
+from kvtuner.pipeline.flags.number_readers import MAX_SEED
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.stages.best_uniform import best_uniform_scheme
 from kvtuner.run_folder import RUNS, RunFolder

@@ -115,10 +115,10 @@ def work(stream: Sequence[int], options: LoadOptions, folder: Path) -> BenchWork
 @pytest.mark.parametrize(
     ("options", "tokens", "needed"),
     [
-        (LoadOptions(prompt=1), 1279, 1280),
-        (LoadOptions(prompt=1, concurrency=(40,)), 199, 200),
+        (LoadOptions(prompt_tokens=1), 1279, 1280),
+        (LoadOptions(prompt_tokens=1, concurrency=(40,)), 199, 200),
         (LoadOptions(lengths=(1, 10), repeats=7), 6, 7),
-        (LoadOptions(prompt=1, concurrency=(1,), batches=(33,), repeats=2), 32, 33),
+        (LoadOptions(prompt_tokens=1, concurrency=(1,), batches=(33,), repeats=2), 32, 33),
     ],
 )
 def test_loads_for_which_the_text_has_too_few_beginnings_are_refused_before_any_is_sent(
@@ -130,7 +130,7 @@ def test_loads_for_which_the_text_has_too_few_beginnings_are_refused_before_any_
     assert f"{needed:,} of length 1 are asked for, of which the text's {tokens:,} different tokens begin" in str(
         refused.value
     )
-    for flag in ("--prompt", "--lengths", "--concurrency", "--batches", "--repeats", "--data"):
+    for flag in ("--prompt-tokens", "--lengths", "--concurrency", "--batches", "--repeats", "--data"):
         assert flag in str(refused.value)
 
 
@@ -148,7 +148,7 @@ def test_the_command_refuses_them_before_a_server_is_started(
 
 
 def test_every_load_that_passed_the_check_has_its_prompts(tmp_path: Path) -> None:
-    mine = work([*range(5)] * 9, LoadOptions(lengths=(1, 2), prompt=4, concurrency=(64,)), tmp_path)
+    mine = work([*range(5)] * 9, LoadOptions(lengths=(1, 2), prompt_tokens=4, concurrency=(64,)), tmp_path)
     mine.check()
     loads, _ = plan_loads(mine.options, Capacity(sys.maxsize, None, None))
     for load in loads:

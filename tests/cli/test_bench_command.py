@@ -94,13 +94,14 @@ def test_flags_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("40GiB", 40 * 2**30), ("1.5MiB", 3 * 2**19), ("4096", 4096), ("12 KiB", 12 * 2**10)]
+    ("text", "expected"),
+    [("40GiB", 40 * 2**30), ("40GB", 40 * 10**9), ("1.5MiB", 3 * 2**19), ("4096", 4096), ("12 kib", 12 * 2**10)],
 )
 def test_bytes_are_read_with_their_units(text: str, expected: int) -> None:
     assert parsed("--kv-memory", text).kv_memory == expected
 
 
-@pytest.mark.parametrize("flags", [("--kv-memory", "40GB"), ("--kv-memory", "0.3"), ("--memory-bandwidth", "-1")])
+@pytest.mark.parametrize("flags", [("--kv-memory", "40PB"), ("--kv-memory", "0.3"), ("--memory-bandwidth", "-1")])
 def test_amounts_that_say_nothing_are_refused(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit):
         parsed(*flags)

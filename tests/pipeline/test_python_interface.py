@@ -68,7 +68,8 @@ def test_a_function_takes_what_its_command_takes_with_the_same_defaults(name: st
         ({"budget": "4bit", "score": "best"}, OptionError, "score must be one of 'kl', 'fisher', 'e_o', not 'best'"),
         ({"budget": "4bit", "word_bits": 16}, OptionError, "word_bits must be one of '32', '16', 'auto', not 16"),
         ({"budget": "4bit", "seed": -1}, OptionError, "seed must be within"),
-        ({"budget": "4bit", "sequences": (2, 2, 1)}, OptionError, "three counts"),
+        ({"budget": "4bit", "sequences": (2, 2, 1)}, OptionError, "at least 2 to report on, .* not 1"),
+        ({"budget": "4bit", "workers": 2.5}, OptionError, "workers must be a whole number, not '2.5'"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_loaded(

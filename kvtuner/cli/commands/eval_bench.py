@@ -10,9 +10,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command, add_options
+from kvtuner.cli.command import Command, add_options, add_profile
 from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
-from kvtuner.pipeline.options import options_from
+from kvtuner.pipeline.flags.option_fields import options_from
 from kvtuner.pipeline.progress import say, say_loading
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _add_flags(parser: ArgumentParser, options: type) -> None:
-    parser.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
+    add_profile(parser, "profile")
     add_options(parser, options)
 
 
@@ -69,11 +69,13 @@ COMMANDS: Final = (
         "is the answer still right, beside the unquantized model, fp8 and int8",
         partial(_add_flags, options=EvalOptions),
         _evaluate,
+        resumes=True,
     ),
     Command(
         "bench",
         "is it worth it: servers under load, beside bf16 and fp8, and the ablation",
         partial(_add_flags, options=BenchOptions),
         _benchmark,
+        resumes=True,
     ),
 )

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cli.command import Command, add_options
+from kvtuner.pipeline.flags.option_fields import options_from
 from kvtuner.pipeline.local.engine_flags import GenerateFlags
-from kvtuner.pipeline.options import options_from
 from kvtuner.pipeline.progress import say, say_loading
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command, add_profile, add_switch
+from kvtuner.cli.command import Command, add_profile, add_switch, flag_type
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats import PRESETS, readable, writable
+from kvtuner.pipeline.flags.number_readers import whole_number
 from kvtuner.precision import CONSTANTS_PLACES
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ def _add_import_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--scheme", choices=PRESETS, help="scheme of a preset of KVTuner, if its name does not say it")
     parser.add_argument("--map", metavar="WORD=BITS,...", help="integers in place of other formats: FP8=8,NVFP4=K8V4")
-    parser.add_argument("--group-size", type=int, metavar="N", help="channels per scale, in place of the file's")
+    parser.add_argument(
+        "--group-size", type=flag_type(whole_number), metavar="N", help="channels per scale, in place of the file's"
+    )
     parser.add_argument("--default-dtype", metavar="WORD", help="precision of layers that ranges do not name")
     grid = parser.add_mutually_exclusive_group()
     for flag, value, text in (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_options
-from kvtuner.pipeline.options import options_from
+from kvtuner.pipeline.flags.option_fields import options_from
 from kvtuner.pipeline.planning.plan_options import PlanOptions
 
 if TYPE_CHECKING:

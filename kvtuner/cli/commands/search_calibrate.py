@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_options, add_switch
-from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
+from kvtuner.pipeline.flags.option_fields import options_from
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.progress import say, say_loading
 from kvtuner.pipeline.stages.worker_processes import WorkerPlace, check_workers, waiting_workers
 
@@ -85,28 +86,29 @@ def _dry_run(options: CalibrateOptions, *, as_json: bool) -> int:
 
 
 def _add_search_flags(parser: ArgumentParser) -> None:
-    _add_flags(parser, SearchOptions)
+    _add_flags(parser, SearchOptions, "<budget>")
     add_switch(parser, "--verbose", "print all baselines, at small and at large positions too")
 
 
-def _add_flags(parser: ArgumentParser, options: type) -> None:
+def _add_flags(parser: ArgumentParser, options: type, run_name: str) -> None:
     add_options(parser, options)
     group = parser.add_argument_group("run")
     group.add_argument(
         "--out",
         metavar="FOLDER",
-        help="run folder; runs/<model>-<budget> by default. The same command resumes",
+        help=f"run folder; runs/<model>-{run_name} by default. The same command resumes",
     )
     group.add_argument("--config", metavar="FILE.yaml", help="file of flags by name, overlaid by the command line")
     add_switch(group, "--dry-run", "print geometry, bytes per token and forward tokens; load no weights")
 
 
 COMMANDS: Final = (
-    Command("search", "from a model to profile.json and a report", _add_search_flags, _search),
+    Command("search", "from a model to profile.json and a report", _add_search_flags, _search, resumes=True),
     Command(
         "calibrate",
         "measure sensitivity only; search with the same --out reuses it",
-        partial(_add_flags, options=CalibrateOptions),
+        partial(_add_flags, options=CalibrateOptions, run_name="calibration"),
         _calibrate,
+        resumes=True,
     ),
 )

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cli.command import Command, add_options
+from kvtuner.pipeline.flags.option_fields import options_from
 from kvtuner.pipeline.local.engine_flags import ServeFlags
-from kvtuner.pipeline.options import options_from
 from kvtuner.pipeline.progress import say, say_loading
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_options, add_profile, add_switch
-from kvtuner.pipeline.options import options_from
+from kvtuner.pipeline.flags.option_fields import options_from
 from kvtuner.pipeline.planning.fit_options import FitOptions
 
 if TYPE_CHECKING:

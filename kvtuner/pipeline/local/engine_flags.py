@@ -6,8 +6,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvtuner.errors import OptionError, RequestError
-from kvtuner.pipeline.number_readers import byte_count, port_number, positive, seed, token_count, whole_number
-from kvtuner.pipeline.options import ModelOptions, check_options, option, read_texts
+from kvtuner.pipeline.flags.number_readers import (
+    byte_count,
+    finite_number,
+    from_zero,
+    port_number,
+    positive,
+    seed,
+    token_count,
+    tokens_from_zero,
+)
+from kvtuner.pipeline.flags.option_fields import check_options, option, option_group
+from kvtuner.pipeline.options import ModelOptions
 from kvtuner.read_plan_names import ATTENDS, Attend
 from kvtuner.runtime_loader.engine.engine_options import (
     ATTENTIONS,
@@ -23,9 +33,13 @@ _DEFAULTS = EngineOptions()
 _GREEDY = SamplingParameters()
 
 
-def _tokens_or_none(text: str) -> int:
-    """A count of tokens, or 0."""
-    return 0 if text.strip() == "0" else token_count(text)
+_TEXTS = {
+    "model": "hub id, local folder, or the shipped demo model; the profile's by default",
+    "revision": "commit, tag or branch on the hub; the profile's by default, with its model",
+    "device": "torch device: auto (the first GPU, else the CPU), cpu, cuda, cuda:N",
+    "context_length": "most tokens of a request, such as 32k; the model's maximum by default",
+}
+"""The help of a model's flags, since an engine runs on one device and may take the profile's model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,24 +65,23 @@ class EngineFlags:
     page_size: int | None = option(
         None,
         f"tokens of a page; {DEFAULT_PAGE_SIZE} by default, or a group of keys per channel if that is longer",
-        type=positive,
+        type=token_count,
         metavar="TOKENS",
     )
     max_requests: int = option(_DEFAULTS.max_requests, "requests that run at once", type=positive, metavar="N")
     chunk_tokens: int = option(
-        _DEFAULTS.chunk_tokens, "tokens of prompts in a step, beside decoding", type=positive, metavar="TOKENS"
+        _DEFAULTS.chunk_tokens, "tokens of prompts in a step, beside decoding", type=token_count, metavar="TOKENS"
     )
     prefix_cache_tokens: int | None = option(
         None,
         "tokens that the prefix cache keeps at most; 0: none; all of the pool by default",
-        type=_tokens_or_none,
+        type=tokens_from_zero,
         metavar="TOKENS",
     )
     eviction: EvictionName = option("lru", "what the prefix cache loses first", choices=EVICTIONS)
     allow_derived: bool = option(False, "take a profile of the model that this one was tuned from")
 
     def __post_init__(self) -> None:
-        read_texts(self)
         check_options(self)
 
     def settings(self) -> dict[str, Any]:
@@ -76,30 +89,23 @@ class EngineFlags:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "profile"}
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise OptionError(f"must be a number, not {text!r}") from None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingFlags:
     """How tokens are chosen."""
 
-    max_tokens: int = option(_GREEDY.max_tokens, "tokens of an answer", type=positive, metavar="N")
-    temperature: float = option(0.0, "temperature; 0 takes the likeliest token", type=_number)
-    top_p: float = option(1.0, "share of probability that is sampled from", type=_number)
-    top_k: int = option(0, "likeliest tokens that are sampled from; 0: all", type=whole_number)
-    min_p: float = option(0.0, "least probability beside the likeliest token's", type=_number)
-    repetition_penalty: float = option(1.0, "factor on tokens that were there", type=_number)
-    presence_penalty: float = option(0.0, "taken from logits of tokens in the answer", type=_number)
-    frequency_penalty: float = option(0.0, "taken for each time that they are", type=_number)
+    max_tokens: int = option(_GREEDY.max_tokens, "tokens of an answer", type=token_count, metavar="N")
+    temperature: float = option(0.0, "temperature; 0 takes the likeliest token", type=finite_number)
+    top_p: float = option(1.0, "share of probability that is sampled from", type=finite_number)
+    top_k: int = option(0, "likeliest tokens that are sampled from; 0: all", type=from_zero)
+    min_p: float = option(0.0, "least probability beside the likeliest token's", type=finite_number)
+    repetition_penalty: float = option(1.0, "factor on tokens that were there", type=finite_number)
+    presence_penalty: float = option(0.0, "taken from logits of tokens in the answer", type=finite_number)
+    frequency_penalty: float = option(0.0, "taken for each time that they are", type=finite_number)
     seed: int | None = option(None, "seed of every request; drawn anew by default", type=seed)
     stop: tuple[str, ...] = option((), "text that ends an answer; may be given again", action="append", metavar="TEXT")
     ignore_eos: bool = option(False, "go on behind the model's own end")
     logprobs: int | None = option(
-        None, "likely tokens to tell beside each with log-probabilities, for --json", type=whole_number, metavar="K"
+        None, "likely tokens to tell beside each with log-probabilities, for --json", type=from_zero, metavar="K"
     )
 
     def __post_init__(self) -> None:
@@ -132,7 +138,7 @@ class GenerateFlags:
         None, "file of prompts: one on each line, or JSONL with prompt or messages", metavar="FILE"
     )
     chat: bool = option(False, "put prompts through the tokenizer's chat template, as a user's message")
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: ModelOptions = option_group(ModelOptions, **_TEXTS)
     engine: EngineFlags = field(default_factory=EngineFlags)
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
 
@@ -158,7 +164,7 @@ class ServeFlags:
         256, "requests unfinished at once, waiting ones included; more are answered by status 429", type=positive,
         metavar="N",
     )  # fmt: skip
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: ModelOptions = option_group(ModelOptions, **_TEXTS)
     engine: EngineFlags = field(default_factory=EngineFlags)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtuner.calibration.model_loading import ModelShape, ModelSource, read_shape
 from kvtuner.errors import GeometryError, ServingError
 from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
-from kvtuner.pipeline.options import defaults_of
+from kvtuner.pipeline.flags.option_fields import defaults_of
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.plan_options import PlanOptions
 from kvtuner.pipeline.planning.scheme_capacity import SchemeCapacity, SchemeSizes

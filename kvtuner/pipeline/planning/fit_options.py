@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtuner.errors import OptionError
-from kvtuner.pipeline.number_readers import byte_count, positive, token_count
-from kvtuner.pipeline.options import check_options, option, read_texts
+from kvtuner.pipeline.flags.number_readers import byte_count, positive, token_count
+from kvtuner.pipeline.flags.option_fields import check_options, option
 from kvtuner.pipeline.planning.gpus import gpu_name
 
 
@@ -52,7 +52,6 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        read_texts(self)
         given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("gpu", "memory")}
         others = [name for name, value in given.items() if value not in (None, False)]
         if others and not self.is_asked:

@@ -6,16 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtuner.errors import OptionError
-from kvtuner.pipeline.number_readers import byte_count, positive, token_count, tokens_up_to
-from kvtuner.pipeline.options import (
-    DEFAULT_RESIDUAL_LENGTH,
-    MeasurementOptions,
-    ModelOptions,
-    SearchOptions,
-    check_options,
-    option,
-    read_texts,
-)
+from kvtuner.pipeline.flags.number_readers import byte_count, positive, token_count, tokens_up_to
+from kvtuner.pipeline.flags.option_fields import check_options, option
+from kvtuner.pipeline.options import DEFAULT_RESIDUAL_LENGTH, MeasurementOptions, ModelOptions, SearchOptions
 from kvtuner.pipeline.planning.gpus import gpu_name
 from kvtuner.precision import GIB, MAX_RESIDUAL_LENGTH, MAX_SINKS
 
@@ -76,7 +69,6 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        read_texts(self)
         if self.gpu is None and self.memory is None:
             raise OptionError("give --gpu, such as H100, or --memory, such as 80GiB")
         if self.memory is not None and self.memory < GIB:

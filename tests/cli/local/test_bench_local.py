@@ -26,8 +26,8 @@ def test_all_are_measured_once_and_reported(
     flags = (
         "--local", "--model", model_folder("llama-gqa"), "--device", "cpu", "--data", corpus_file, "--sequence-length",
         "64", "--sequences", "2,2,3", "--lengths", "10,100", "--outputs", "4", "--concurrency", "1,3", "--batches", "2",
-        "--rounds", "1", "--repeats", "2", "--prompt", "32", "--output", "4", "--memory-bandwidth", "1000000",
-        "--against", "K4V4-per-channel", "--out", tmp_path / "bench",
+        "--rounds", "1", "--repeats", "2", "--prompt-tokens", "32", "--output-tokens", "4",
+        "--memory-bandwidth", "1000000", "--against", "K4V4-per-channel", "--out", tmp_path / "bench",
     )  # fmt: skip
     status, out, err = run("bench", file, *flags, "--json")
     assert status == 0, err

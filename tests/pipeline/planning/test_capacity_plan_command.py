@@ -124,7 +124,7 @@ def test_a_page_replaces_a_page_and_no_other_file(run: RunCommand, tmp_path: Pat
         (("--gpu", "K80"), "knows no GPU 'K80', only T4, L4"),
         ((), "give --gpu, such as H100, or --memory"),
         (("--gpu", "H100", "--context", "9k"), "--context-length 9216 exceeds the 8192 positions"),
-        (("--gpu", "H100", "--context", "lots"), "tokens are written 32768 or 32k, not 'lots'"),
+        (("--gpu", "H100", "--context", "lots"), "such as 32768 or 32k, not 'lots'"),
         (("--gpu", "H100", "--tp", "3"), "tp_size 3"),
         (("--gpu", "H100", "--budget", "4"), "a budget is written 4bit"),
         (("--gpu", "H100", "--weights", "500GiB"), "does not fit: each rank's weights take 500.0 GiB"),

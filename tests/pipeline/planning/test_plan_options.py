@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtuner.errors import OptionError
-from kvtuner.pipeline.number_readers import byte_count, token_count
+from kvtuner.pipeline.flags.number_readers import byte_count
 from kvtuner.pipeline.planning.gpus import GPUS, find_gpu
 from kvtuner.pipeline.planning.plan_options import PlanOptions
-
-
-@pytest.mark.parametrize(("text", "tokens"), [("32k", 32_768), ("1K", 1024), ("32768", 32_768), ("1", 1)])
-def test_tokens_are_counted_in_thousands_of_1024(text: str, tokens: int) -> None:
-    assert token_count(text) == tokens
-
-
-@pytest.mark.parametrize("text", ["0", "0k", "-1", "32kb", "3.5k", "", "k", "9" * 30])
-def test_other_tokens_are_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="32768 or 32k"):
-        token_count(text)
 
 
 def test_texts_from_python_become_numbers() -> None:

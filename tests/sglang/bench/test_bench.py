@@ -26,7 +26,20 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 STUB = runpy.run_path(str(HERE / "bench_stub.py"))
 stub, CONSTANT_S = STUB["stub"], STUB["CONSTANT_S"]
-SHORT = ("--concurrency", "2", "--batches", "2", "--rounds", "2", "--repeats", "2", "--prompt", "64", "--output", "8")
+SHORT = (
+    "--concurrency",
+    "2",
+    "--batches",
+    "2",
+    "--rounds",
+    "2",
+    "--repeats",
+    "2",
+    "--prompt-tokens",
+    "64",
+    "--output-tokens",
+    "8",
+)
 BY_TIME = ("time to the first token grows with the prompt", "latency grows with the output")
 """Gates that a machine with much else to do can fail: tests wait for no quiet one."""
 ON_A_PROCESSOR = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import OptionError
 from kvtuner.precision import MAX_RESIDUAL_LENGTH
+from kvtuner.search_spaces.amounts import amount_of_bytes, amount_of_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 MAX_SEED: Final = 2**31
 MIN_REPORT_SEQUENCES: Final = 2
 """The sequences that an interval needs."""
-_UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
 
 
@@ -34,12 +35,35 @@ def positive(text: str) -> int:
     return value
 
 
+def from_zero(text: str) -> int:
+    """A count of at least 0."""
+    value = whole_number(text)
+    if value < 0:
+        raise OptionError(f"must be at least 0, not {value}")
+    return value
+
+
+def several(text: str) -> int:
+    """A count of at least 2, which an interval needs."""
+    value = whole_number(text)
+    if value < 2:
+        raise OptionError(f"intervals need at least 2, not {value}")
+    return value
+
+
 def token_count(text: str) -> int:
     """A count of tokens of at least 1; ``32k`` is 32 * 1024."""
-    match = re.fullmatch(r"(\d{1,9})(k?)", text.strip().lower(), re.ASCII)
-    value = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    value = tokens_from_zero(text)
     if value < 1:
-        raise OptionError(f"tokens are written 32768 or 32k, not {text!r}")
+        raise OptionError(f"must be at least 1, not {value}")
+    return value
+
+
+def tokens_from_zero(text: str) -> int:
+    """A count of tokens, or 0."""
+    value = amount_of_tokens(text)
+    if value is None:
+        raise OptionError(f"must be a whole number of tokens, such as 32768 or 32k, not {text!r}")
     return value
 
 
@@ -52,12 +76,30 @@ def port_number(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes of at least 1, with or without a unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
-    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    """A number of bytes of at least 1, with or without a unit of budgets."""
+    value = int(amount_of_bytes(text) or 0)
     if value < 1:
         raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
     return value
+
+
+def finite_number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise OptionError(f"must be a number, not {text!r}")
+    return value
+
+
+def bytes_per_second(text: str) -> float:
+    """A bandwidth in bytes per second, of a text in GB/s."""
+    value = finite_number(text)
+    if value <= 0:
+        raise OptionError(f"must be above 0, not {text}")
+    return value * 1e9
 
 
 def second_count(text: str) -> int:
@@ -73,7 +115,7 @@ def window_length(text: str) -> int | Literal["auto"]:
     """A count of the last tokens, or ``auto``."""
     if text == "auto":
         return "auto"
-    if not text.lstrip("-").isdecimal():
+    if amount_of_tokens(text.removeprefix("-")) is None:
         raise OptionError(f"must be a whole number of tokens, or auto, not {text!r}")
     return tokens_up_to(MAX_RESIDUAL_LENGTH)(text)
 
@@ -82,9 +124,9 @@ def tokens_up_to(most: int) -> Callable[[str], int]:
     """A reader of a count of tokens from 0 to `most`."""
 
     def read(text: str) -> int:
-        value = whole_number(text)
-        if not 0 <= value <= most:
-            raise OptionError(f"must be within 0..{most} tokens, not {value}")
+        value = amount_of_tokens(text)
+        if value is None or value > most:
+            raise OptionError(f"must be within 0..{most} tokens, not {text}")
         return value
 
     return read
@@ -104,7 +146,19 @@ def sequences(text: str) -> tuple[int, int, int]:
     if len(splits) == 1:
         splits *= 3
     if len(splits) != 3:
-        raise OptionError(f"one count or three (calibrate,select,report), not {text!r}")
+        raise OptionError(f"must be one count or three (calibrate,select,report), not {text!r}")
     if splits[2] < MIN_REPORT_SEQUENCES:
-        raise OptionError("the report split needs at least 2 sequences for its intervals")
+        raise OptionError(
+            f"must have at least {MIN_REPORT_SEQUENCES} to report on, which intervals need, not {splits[2]}"
+        )
     return splits[0], splits[1], splits[2]
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Counts between commas, ascending, each once."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """Counts of tokens between commas, ascending, each once."""
+    return tuple(sorted({token_count(part) for part in text.split(",")}))
