@@ -16,8 +16,10 @@ from kvtuner.pipeline.planning.plan_options import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Unpack
 
     from kvtuner.pipeline.evaluate import EvaluationResult
+    from kvtuner.pipeline.flags.keyword_types import CalibrateKeywords, EvalKeywords, PlanKeywords, SearchKeywords
     from kvtuner.pipeline.planning.capacity_plan import CapacityPlan
     from kvtuner.pipeline.search import CalibrationResult, SearchResult
 
@@ -44,14 +46,16 @@ def _takes(kind: type) -> Callable[[Function], Function]:
 
 
 @overload
-def search(model: str | os.PathLike[str], *, budget: str | None = None, **options: Any) -> SearchResult: ...
+def search(
+    model: str | os.PathLike[str], *, budget: str | None = None, **options: Unpack[SearchKeywords]
+) -> SearchResult: ...
 @overload
 def search(
-    model: str | os.PathLike[str], *, budget: list[str] | tuple[str, ...], **options: Any
+    model: str | os.PathLike[str], *, budget: list[str] | tuple[str, ...], **options: Unpack[SearchKeywords]
 ) -> list[SearchResult]: ...
 @_takes(SearchOptions)
 def search(
-    model: str | os.PathLike[str], *, budget: str | Sequence[str] | None = None, **options: Any
+    model: str | os.PathLike[str], *, budget: str | Sequence[str] | None = None, **options: Unpack[SearchKeywords]
 ) -> SearchResult | list[SearchResult]:
     """Search as ``kvtuner search`` does, and go on where the same search was interrupted; a result for each budget.
 
@@ -73,7 +77,7 @@ def search(
 
 
 @_takes(CalibrateOptions)
-def calibrate(model: str | os.PathLike[str], **options: Any) -> CalibrationResult:
+def calibrate(model: str | os.PathLike[str], **options: Unpack[CalibrateKeywords]) -> CalibrationResult:
     """Measure sensitivity only, as ``kvtuner calibrate`` does; a search with the same `out` reuses it.
 
     Args:
@@ -89,7 +93,7 @@ def calibrate(model: str | os.PathLike[str], **options: Any) -> CalibrationResul
 
 
 @_takes(EvalOptions)
-def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResult:
+def evaluate(profile: str | os.PathLike[str], **options: Unpack[EvalKeywords]) -> EvaluationResult:
     """Evaluate a profile beside other schemes, as ``kvtuner eval`` does, and write the evaluation beside it.
 
     Args:
@@ -106,7 +110,7 @@ def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResul
 
 
 @_takes(PlanOptions)
-def plan(model: str | os.PathLike[str], **options: Any) -> CapacityPlan:
+def plan(model: str | os.PathLike[str], **options: Unpack[PlanKeywords]) -> CapacityPlan:
     """Plan what fits some GPUs by each scheme and budget, as ``kvtuner plan`` does; loads no weights.
 
     Args:
