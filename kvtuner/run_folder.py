@@ -43,20 +43,35 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     Raises:
         RunFolderError: The disk is full or the folder cannot be written.
     """
-    data = data.encode() if isinstance(data, str) else data
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    write_together({path: data})
+
+
+def write_together(files: Mapping[Path, bytes | str]) -> None:
+    """Write files so that a reader sees the old or the new content of each, never a half.
+
+    All are on the disk before the first takes its name, so that a full disk changes none. They take their names in
+    their order, one at once after the other; a process that is killed in between leaves the first new, the rest old.
+
+    Raises:
+        RunFolderError: The disk is full or a folder cannot be written.
+    """
+    partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in files}
+    path = next(iter(files))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        partial.replace(path)
+        for path, data in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partials[path].open("wb") as handle:
+                handle.write(data.encode() if isinstance(data, str) else data)
+                handle.flush()
+                os.fsync(handle.fileno())
+        for path, partial in partials.items():
+            partial.replace(path)
     except OSError as error:
         raise _write_error(path, error) from error
     finally:  # of an interrupt, too
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def _write_error(path: Path, error: OSError) -> RunFolderError:

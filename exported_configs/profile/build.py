@@ -40,7 +40,7 @@ from kvtuner.precision import (
     ScaleLayout,
     Side,
 )
-from kvtuner.run_folder import sha256_of, write_atomically
+from kvtuner.run_folder import sha256_of, write_atomically, write_together
 from kvtuner.transforms import TRANSFORMS, transform_names
 
 if TYPE_CHECKING:
@@ -237,17 +237,22 @@ def dump_constants(profile: Profile) -> bytes | None:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile, with its side file before it; a side file of an older profile at the same path is removed."""
+    """Write a profile with its side file; that of an older profile at the same path is replaced or removed."""
     write_files(path, dump_profile(profile), dump_constants(profile))
 
 
 def write_files(path: Path, data: bytes, side_file: bytes | None) -> None:
-    """Write the bytes of a profile's file and of its side file, in the order in which no reader sees one amiss."""
-    if side_file is not None:
-        write_atomically(constants_path(path), side_file)
-    write_atomically(path, data)
+    """Write the bytes of a profile's file and of its side file over those of an older profile, if there are any.
+
+    A profile that cannot be written leaves the older one whole. Two names cannot change at once: between the renaming
+    of one file and that of the other, or the removal of an older side file, a reader sees one file of each profile.
+    `load_profile` refuses such a pair, and says how a writer that was killed there is made good.
+    """
     if side_file is None:
+        write_atomically(path, data)
         constants_path(path).unlink(missing_ok=True)
+    else:  # where nothing was, a side file alone is no profile yet
+        write_together({constants_path(path): side_file, path: data})
 
 
 def place_constants(profile: Profile, place: ConstantsPlace) -> Profile:

@@ -38,8 +38,9 @@ def load_profile(
             _attach(document, read_constants)
         elif path is not None and os.path.lexists(constants_path(path)):
             raise ProfileError(
-                f"{constants_path(path).name} stands beside it, but the profile has no constants_sha256; remove the one"
-                " that does not belong here"
+                f"{constants_path(path).name} stands beside it, but the profile has no constants_sha256: it is of"
+                " another profile, or of an older one that was being replaced; remove it, or the profile if that is"
+                " the wrong one"
             )
         return validated(Profile, document, way_out=PROFILE.again)
 
@@ -52,8 +53,8 @@ def _attach(document: dict[str, Any], read_constants: Callable[[], bytes] | None
     actual = f"sha256:{hashlib.sha256(data).hexdigest()}"
     if actual != stated:
         raise ProfileError(
-            f"constants_sha256 is {short(stated)}, but the side file has {actual}: it was changed, cut or exchanged;"
-            " fetch or export both files again"
+            f"constants_sha256 is {short(stated)}, but the side file has {actual}: it was changed, cut or exchanged, or"
+            " an older profile was being replaced; fetch both files again, or write them by the same command again"
         )
     try:
         arrays = decode_constants(data)

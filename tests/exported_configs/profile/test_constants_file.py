@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import random
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import safetensors.torch
 
-from kvtuner.errors import ProfileError
+from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.exported_configs.profile import build
-from kvtuner.exported_configs.profile.build import dump_constants, dump_profile, place_constants, write_profile
+from kvtuner.exported_configs.profile.build import (
+    LayerQuantization,
+    dump_constants,
+    dump_profile,
+    place_constants,
+    write_profile,
+)
 from kvtuner.exported_configs.profile.constants_file import arrays_of, constants_name, constants_path, decode_constants
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.precision import ScaleLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from kvtuner.quant import Transform
 
 VECTORS = Path(__file__).resolve().parents[3] / "exported_configs" / "vectors" / "valid"
 
@@ -102,6 +112,80 @@ def test_side_file_stands_beside_its_profile_under_its_name(tmp_path: Path) -> N
 def test_older_side_file_goes_with_the_profile_that_had_it(profile: Profile, written: Path) -> None:
     write_profile(written, profile)
     assert load_profile(written) == profile and not constants_path(written).exists()
+
+
+@pytest.fixture
+def other(make_profile: Callable[..., Profile], make_transform: Callable[..., Transform]) -> Profile:
+    """A profile with other constants than `placed` has, in a side file too."""
+    balanced = LayerQuantization(4, 2, make_transform("balanced", seed=1))
+    return place_constants(make_profile(layers=[balanced] * 5), "file")
+
+
+def test_profile_that_cannot_be_written_leaves_the_older_one_with_its_side_file(
+    placed: Profile, other: Profile, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, synced = os.fsync, list[int]()
+
+    def sync_one(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) > 1:
+            raise OSError(errno.ENOSPC, "full")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_one)
+    with pytest.raises(RunFolderError, match="no space left"):
+        write_profile(written, other)
+    assert len(synced) == 2 and load_profile(written) == placed
+    assert {file.name for file in written.parent.iterdir()} == {written.name, constants_path(written).name}
+
+
+@pytest.mark.parametrize(("changes", "advice"), [(1, "write them by the same command again"), (2, "")])
+def test_writer_that_was_killed_between_both_files_is_made_good_by_another(
+    other: Profile, written: Path, monkeypatch: pytest.MonkeyPatch, changes: int, advice: str
+) -> None:
+    with killed_after(changes, monkeypatch):
+        write_profile(written, other)
+    if advice:
+        with pytest.raises(ProfileError, match=f"or an older profile was being replaced; .*{advice}"):
+            load_profile(written)
+        write_profile(written, other)
+    assert load_profile(written) == other
+
+
+def test_writer_that_was_killed_before_the_older_side_file_went_says_that_it_may_go(
+    profile: Profile, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with killed_after(1, monkeypatch):
+        write_profile(written, profile)
+    with pytest.raises(ProfileError, match=r"or of an older one that was being replaced; remove it"):
+        load_profile(written)
+    constants_path(written).unlink()
+    assert load_profile(written) == profile
+
+
+@contextmanager
+def killed_after(changes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that ends after so many changes of names under which files are found."""
+    replace, unlink, made = Path.replace, Path.unlink, list[Path]()
+
+    def change(path: Path) -> None:
+        if len(made) == changes:
+            raise SystemExit
+        made.append(path)
+
+    def counted_replace(path: Path, target: Path) -> Path:
+        change(target)
+        return replace(path, target)
+
+    def counted_unlink(path: Path, *, missing_ok: bool = False) -> None:
+        if not path.name.endswith(".partial"):
+            change(path)
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(Path, "replace", counted_replace)
+        patch.setattr(Path, "unlink", counted_unlink)
+        yield
 
 
 def test_missing_strange_and_exchanged_file_are_named(profile: Profile, written: Path, tmp_path: Path) -> None:
