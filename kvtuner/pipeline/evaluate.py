@@ -32,10 +32,12 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     evaluation_path,
 )
 from kvtuner.exported_configs.scheme_names import REFERENCE
+from kvtuner.exported_configs.signing.profile_signature import signature_path
 from kvtuner.pipeline.eval_bench_options import AGAINST, EvalOptions
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
+from kvtuner.pipeline.published_files import copy_fetched
 from kvtuner.pipeline.sources import ProfiledModel
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.evaluation_report import evaluation_page, sample_lines
@@ -105,7 +107,7 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
     path = resolved.path
     if not resolved.is_own:  # the catalogue's and the cache's are as they came: a copy gets the evaluation
         path = model.folder.file(path.name)
-        write_atomically(path, resolved.path.read_bytes())
+        copy_fetched(resolved, path, signature_path(path))
     evaluation = _evaluation(model, backends, cells, command)
     file = evaluation_path(path, evaluation)
     write_atomically(file, dump_evaluation(evaluation))

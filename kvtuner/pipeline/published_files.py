@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
     from kvtuner.exported_configs.sharing.push import Upload
+    from kvtuner.exported_configs.sharing.reference import ResolvedProfile
 
 README: Final = "README.md"
 REPORT: Final = "report.html"
@@ -91,8 +92,8 @@ def upload_facts(upload: Upload) -> dict[str, Any]:
     }
 
 
-def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> None:
-    """Copy a profile from the local cache with its side file and its signature; those of another one are removed."""
+def copy_fetched(fetched: FetchedProfile | ResolvedProfile, profile: Path, signature: Path) -> None:
+    """Copy a profile with its side file and its signature, where it has them; those of another one are removed."""
     data = fetched.path.read_bytes()
     side_file = dump_constants(load_profile(data, fetched.path))
     write_files(profile, data, side_file)
