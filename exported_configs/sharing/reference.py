@@ -173,7 +173,8 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
         path = catalogue_file(reference.name)
         profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", "catalogue")]
     else:
-        if _HUB.fullmatch(str(reference.path)) and not os.path.exists(reference.path):
+        may_be_of_hub = _HUB.fullmatch(str(reference.path)) and reference.path.suffix != ".json"
+        if may_be_of_hub and not os.path.exists(reference.path):
             folder = reference.path.parent
             reason = "is a folder here" if folder.is_dir() else "is where run folders are"
             raise ProfileError(

@@ -60,6 +60,9 @@ def test_what_exists_here_is_meant_before_the_hub(tmp_path: Path, monkeypatch: p
     assert parse_reference("runs/typo") == FileReference(Path("runs/typo"))
     with pytest.raises(ProfileError, match=r"there is no runs/typo, and runs is a folder here; .* runs/typo@main"):
         find_profiles("runs/typo")
+    for text in ("runs/typo.json", "nosuch/profile.json"):
+        with pytest.raises(ProfileError, match=rf"^{text}: cannot be read \(No such file or directory\)"):
+            find_profiles(text)
     for text in ("runs/typo@main", "runs/typo:profile.json", "others/demo-8bit"):
         assert isinstance(parse_reference(text), HubReference)
     assert parse_reference("~/x.json") == FileReference(Path.home() / "x.json")
