@@ -63,6 +63,10 @@ class HubError(KVTunerError):
     """A hub, or a repository on it, that does not give or take what was asked for."""
 
 
+class OversizedFileError(HubError):
+    """A file of a hub that is larger than any of its kind, or whose size the hub does not tell."""
+
+
 class SignatureError(KVTunerError):
     """A signature that is missing, cannot be checked, or is not that of who was asked for."""
 

@@ -28,8 +28,8 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from kvtuner.errors import HubError
-from kvtuner.exported_configs.profile.document import one_line
+from kvtuner.errors import HubError, OversizedFileError
+from kvtuner.exported_configs.profile.document import first_bytes, one_line
 from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 
 ANSWER_S: Final = 60.0
@@ -66,10 +66,17 @@ _ADDRESS: Final = re.compile(r"https?://\S+", re.IGNORECASE)
 
 
 class Listing(NamedTuple):
-    """A repository at a revision: its commit, and the sizes of its files by path; None where the hub does not tell."""
+    """A repository at a revision; what the hub does not tell is None.
+
+    Attributes:
+        commit: The commit of the revision.
+        sizes: The sizes of its files by path, in bytes.
+        is_private: Whether only some may see the repository.
+    """
 
     commit: str
     sizes: Mapping[str, int | None]
+    is_private: bool | None
 
 
 def hub_api() -> HfApi:
@@ -103,18 +110,23 @@ def list_files(repo: str, revision: str | None) -> Listing:
     what = f"{repo}@{revision or 'main'}"
     with hub_errors(what):
         info = hub_api().model_info(repo, revision=revision, files_metadata=True, timeout=ANSWER_S)
-        sizes = {file.rfilename: file.size for file in info.siblings or ()}
     if not isinstance(info.sha, str) or not is_commit(info.sha):
         raise HubError(f"{what}: the hub does not say which commit it is; check HF_ENDPOINT")
     if revision is not None and is_commit(revision) and info.sha != revision:
         raise HubError(f"{what}: the hub answers with another commit, {info.sha}; name what you mean in full")
-    return Listing(info.sha, sizes)
+    return Listing(info.sha, {file.rfilename: file.size for file in info.siblings or ()}, info.private)
 
 
 def fetch_file(reference: HubReference, size: int | None, limit: int) -> bytes:
-    """Fetch the content of a file at a commit, of `size` bytes and at most `limit`, or raise `HubError`."""
-    if size is None or size > limit:
-        raise HubError(f"{reference} has {size} bytes, above {limit}; this is none of ours")
+    """Fetch the content of a file at a commit, of `size` bytes and at most `limit`.
+
+    Raises:
+        OversizedFileError: The file is larger than the limit, or its size is not known.
+        HubError: The file cannot be had.
+    """
+    if size is None:
+        raise OversizedFileError(f"{reference} may have any size: the hub does not tell it; ask its owner")
+    _check_size(reference, size, limit, more="")
 
     class BoundedProgress(tqdm):  # type: ignore[misc]  # tqdm has no types here
         """Shows nothing, and ends what is announced as too large, or grows so: a server may send more than it says."""
@@ -129,27 +141,38 @@ def fetch_file(reference: HubReference, size: int | None, limit: int) -> bytes:
             self.seen += int(n or 0)
             _check_size(reference, self.seen, limit)
 
-    # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
-    with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, hub_errors(str(reference)):
-        path = hub_api().hf_hub_download(
-            reference.repo, reference.path, revision=reference.revision, cache_dir=folder, tqdm_class=BoundedProgress
-        )
-        with Path(path).open("rb") as file:
-            data = file.read(limit + 1)
-        _check_size(reference, len(data), limit)
-        return data
+    try:
+        # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
+        with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
+            with hub_errors(str(reference)):
+                path = hub_api().hf_hub_download(
+                    reference.repo,
+                    reference.path,
+                    revision=reference.revision,
+                    cache_dir=folder,
+                    tqdm_class=BoundedProgress,
+                )
+            data = first_bytes(Path(path), limit + 1)
+    except OSError as error:
+        raise HubError(
+            f"{reference}: no temporary file can be kept ({error.strerror or error}); set TMPDIR to another folder"
+        ) from error
+    _check_size(reference, len(data), limit)
+    return data
 
 
-def _check_size(reference: HubReference, size: float, limit: int) -> None:
+def _check_size(reference: HubReference, size: float, limit: int, more: str = " or more") -> None:
     if size > limit:
-        raise HubError(f"{reference} has {size} bytes or more, above {limit}; this is none of ours")
+        raise OversizedFileError(f"{reference} has {size} bytes{more}, above {limit}; this is none of ours")
 
 
 @contextmanager
 def hub_errors(what: str, *, conflict: str = "") -> Iterator[None]:
     """Bound the time of answers, and turn the failures of huggingface_hub into `HubError`.
 
-    Messages begin with `what`, such as ``me/model@main``; `conflict` is the one where something else was there first.
+    Only calls of that library belong inside: nearly every error there is its failure, and a fault of other code would
+    be called the hub's. Messages begin with `what`, such as ``me/model@main``; `conflict` is the one where something
+    else was there first.
     """
     session = get_session()
     before = session.timeout

@@ -9,7 +9,7 @@ from typing import Final
 
 from huggingface_hub import constants
 
-from kvtuner.errors import HubError, ProfileError, SignatureError
+from kvtuner.errors import HubError, OversizedFileError, ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_constants
 from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, EVALUATION_SUFFIX, parse_evaluation
@@ -67,7 +67,7 @@ def _pull_offline(reference: HubReference) -> FetchedProfile:
 
 
 def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
-    """Fetch a commit's profile with its companions; a damaged companion is left out, with a note."""
+    """Fetch a commit's profile with its companions; a damaged or oversized companion is left out, with a note."""
     if at.path not in sizes:
         profiles = profile_names(sorted(sizes))
         others = f"; it has {', '.join(profiles[:8])}" if profiles else ""
@@ -78,20 +78,20 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
     except ProfileError as error:
         raise ProfileError(f"{at} holds no valid profile: {error}") from error
     check_digest(profile.digest, at.digest, str(at))
-    name = PurePosixPath(at.path).name
-    files, notes = {name: data}, []
+    file = PurePosixPath(at.path).name
+    files, notes = {file: data}, []
     if (side_file := dump_constants(profile)) is not None:
-        files[constants_name(name)] = side_file
+        files[constants_name(file)] = side_file
     for name in _companions(at.path, sizes):
         beside = HubReference(at.repo, at.revision, name)
         kind = SIGNATURE if name.endswith(SIGNATURE_SUFFIX) else EVALUATION
-        content = fetch_file(beside, sizes[name], kind.max_bytes)
         try:
+            content = fetch_file(beside, sizes[name], kind.max_bytes)
             if kind is SIGNATURE:
                 read_bundle(content)
             elif parse_evaluation(content).profile_digest != profile.digest:
                 raise ProfileError("it evaluates another profile")
-        except (ProfileError, SignatureError) as error:
+        except (OversizedFileError, ProfileError, SignatureError) as error:
             notes.append(f"left out {beside}: {error}")
         else:
             files[PurePosixPath(name).name] = content

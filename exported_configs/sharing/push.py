@@ -19,8 +19,9 @@ from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
 class Upload:
     """The content of a push to a branch, None for the main one; the head is None where there is no repository yet.
 
-    Files that are removed belong to a profile that is replaced. `unknown_head` says why nobody knows what is there,
-    which a preview may leave open and a push may not; it is None where the hub said it.
+    Files that are removed belong to a profile that is replaced. A repository that is made is `private` or public; one
+    that is there stays as it is, and is private already where that is asked for. `unknown_head` says why nobody knows
+    what is there, which a preview may leave open and a push may not; it is None where the hub said it.
     """
 
     repo: str
@@ -31,6 +32,13 @@ class Upload:
     private: bool = False
     create_pr: bool = False
     unknown_head: str | None = None
+
+    @property
+    def is_private(self) -> bool | None:
+        """Whether only some will see what is pushed; None where nobody knows."""
+        if self.unknown_head is not None:
+            return self.private or None
+        return self.private if self.head is None else self.head.is_private
 
 
 class Pushed(NamedTuple):
@@ -68,6 +76,8 @@ def plan_upload(
                 f"{repo} is not there, so it has no branch {branch}; leave --revision out to make it"
             ) from None
         return Upload(repo, branch, None, files, private=private, create_pr=create_pr)
+    if private and not head.is_private:
+        raise _not_private(repo, head)
     stems = [name.removesuffix(".json") for name in profile_names(files)]
     removed = tuple(
         name
@@ -82,6 +92,14 @@ def plan_upload(
     return Upload(repo, branch, head, files, removed, private, create_pr)
 
 
+def _not_private(repo: str, head: Listing) -> HubError:
+    found = "is public" if head.is_private is False else "may be public: the hub does not tell"
+    return HubError(
+        f"{repo} {found}, and --private is for a new repository or one that is private; no file was sent: leave it out"
+        " to publish, or make the repository private on its settings page first"
+    )
+
+
 def push(upload: Upload, message: str) -> Pushed:
     """Make one commit of all files; `HubError` where it does not hold them, or the branch moved since it was read."""
     repo, head = upload.repo, upload.head
@@ -90,6 +108,8 @@ def push(upload: Upload, message: str) -> Pushed:
         with hub_errors(repo, conflict="somebody made this repository meanwhile; run the same command again"):
             hub_api().create_repo(repo, private=upload.private)
         head = list_files(repo, None)
+        if upload.private and not head.is_private:
+            raise _not_private(repo, head)
     additions = [CommitOperationAdd(path, data) for path, data in upload.files.items()]
     removals = [CommitOperationDelete(path) for path in upload.removed]
     with hub_errors(repo, conflict="the branch moved while this was pushed; run the same command again to see it"):

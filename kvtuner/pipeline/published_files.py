@@ -63,11 +63,12 @@ def published_files(
 def preview_text(upload: Upload) -> str:
     """The preview of a commit, for a person to agree to."""
     branch = f"@{upload.branch}" if upload.branch else ""
-    kind = "private" if upload.private else "public"
-    onto = f"onto {upload.head.commit}" if upload.head else f"a new {kind} repository"
+    kind = {True: "private", False: "public", None: "private or public"}[upload.is_private]
+    onto = f"onto {upload.head.commit} of a {kind} repository" if upload.head else f"a new {kind} repository"
     there, adds = (upload.head.sizes if upload.head else {}), "adds    "
     if upload.unknown_head is not None:
-        onto, adds = "onto what nobody here knows, so that files may also be replaced and removed", "uploads "
+        onto = f"onto what nobody here knows, {kind}, so that files may also be replaced and removed"
+        adds = "uploads "
     lines = [f"{upload.repo}{branch}: {onto}" + (", as a pull request" if upload.create_pr else "")]
     lines += [f"  ({printable(upload.unknown_head)})"] if upload.unknown_head is not None else []
     lines += [
@@ -84,6 +85,7 @@ def upload_facts(upload: Upload) -> dict[str, Any]:
     return {
         "repo": upload.repo,
         "branch": upload.branch,
+        "private": upload.is_private,
         "parent": upload.head.commit if upload.head else None,
         "unknown_parent": upload.unknown_head,
         "files": {name: len(data) for name, data in upload.files.items()},

@@ -45,7 +45,18 @@ def test_the_preview_names_every_file_and_pushes_nothing(run: RunCommand, hub: L
     assert status == 0 and hub.repos == {}
     assert {"README.md", "profile.json", "report.html"} < set(plan["files"])
     assert all(name in err for name in plan["files"]) and "a new public repository" in err
-    assert not hub.requested("POST", "")
+    assert plan["private"] is False and not hub.requested("POST", "")
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_preview_says_who_will_see_a_repository_that_is_there(
+    run: RunCommand, hub: LoopbackHub, reported: Path, private: bool
+) -> None:
+    commit = hub.repo(REPO, {"notes.txt": b"mine"}, private=private).refs["main"]
+    status, out, err = run("push", reported, "--repo", REPO, "--dry-run", "--json")
+    kind = "private" if private else "public"
+    assert status == 0 and f"{REPO}: onto {commit} of a {kind} repository\n" in err
+    assert json.loads(out)["private"] is private
 
 
 @pytest.mark.parametrize(
@@ -76,7 +87,9 @@ def test_a_preview_without_a_token_does_not_take_a_private_repository_for_none(
     hub.repo(REPO, {"profile.json": b"{}"}, private=True)
     done = kvtuner("push", str(reported), "--repo", REPO, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
-    assert "or it is private" in json.loads(done.stdout)["unknown_parent"] and "a new public" not in done.stderr
+    plan = json.loads(done.stdout)
+    assert "or it is private" in plan["unknown_parent"] and "a new public" not in done.stderr
+    assert "onto what nobody here knows, private or public," in done.stderr and plan["private"] is None
 
 
 def test_without_somebody_to_ask_nothing_is_pushed(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:

@@ -102,3 +102,28 @@ def test_somebody_who_was_faster_to_make_the_repository_is_named(hub: LoopbackHu
     hub.repo(REPO, {"notes.txt": b"theirs"})
     with pytest.raises(HubError, match="somebody made this repository meanwhile"):
         push(upload, "x")
+
+
+@pytest.mark.parametrize(("told", "found"), [(False, "is public"), (None, "may be public: the hub does not tell")])
+def test_a_private_push_to_a_repository_that_all_may_see_is_refused_before_anything_is_sent(
+    hub: LoopbackHub, data: bytes, told: bool | None, found: str
+) -> None:
+    hub.repo(REPO, {"notes.txt": b"mine"}, private=told)
+    for create_pr in (False, True):
+        with pytest.raises(HubError, match=f"{REPO} {found}, and --private is for a new repository or one that is"):
+            plan_upload(REPO, {"profile.json": data}, private=True, create_pr=create_pr)
+    assert not hub.requested("POST", "") and not hub.requested("PUT", "")
+
+
+def test_a_private_push_to_a_private_repository_goes_on(hub: LoopbackHub, data: bytes) -> None:
+    repo = hub.repo(REPO, {"notes.txt": b"mine"}, private=True)
+    upload = plan_upload(REPO, {"profile.json": data}, private=True)
+    assert upload.is_private and repo.commits[push(upload, "x").commit]["profile.json"] == data
+
+
+def test_a_repository_that_the_hub_makes_public_against_the_flag_gets_nothing(hub: LoopbackHub, data: bytes) -> None:
+    upload = plan_upload(REPO, {"profile.json": data}, private=True)
+    hub.makes_public = True
+    with pytest.raises(HubError, match=f"{REPO} is public, and --private is for"):
+        push(upload, "x")
+    assert not hub.requested("POST", "/commit/")
