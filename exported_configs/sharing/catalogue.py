@@ -1,5 +1,6 @@
 """The catalogue: profiles that come with kvtuner, and an index of them, which ``make catalogue-index`` writes."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -14,6 +15,7 @@ from kvtuner.exported_configs.profile.records import IntervalRecord, ModelIdenti
 FOLDER: Final = Path(__file__).parents[1] / "profiles"
 USUAL_BUDGET: Final = "4bit"
 CATALOGUE_INDEX: Final = "index.json"
+_AMOUNT: Final = re.compile(r"([0-9]*)(?:\.([0-9]+))? ?(.*)", re.DOTALL)
 _KIND: Final = DocumentKind("index", "install kvtuner again, or run make catalogue-index in a clone", 2**20)
 
 
@@ -74,7 +76,8 @@ def catalogue_file(name: str) -> Path:
 def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDER) -> Path:
     """Choose the profile for a served model by its configuration, and by its weights or its name.
 
-    The budget is the catalogue's usual one by default. Where none has it, a `ProfileError` names those that there are.
+    The budget is the catalogue's usual one by default, and may be spelled as a search takes it. Where none has it, a
+    `ProfileError` names those that there are.
     """
     entries = _entries_of(model, load_index(folder))
     if not entries:
@@ -83,7 +86,7 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
             f" {model.config_sha256[:19]}); kvtuner list shows what it has, kvtuner search makes one"
         )
     budget = USUAL_BUDGET if budget is None else budget
-    fitting = [entry for entry in entries if entry.budget == budget]
+    fitting = [entry for entry in entries if _spelling(entry.budget) == _spelling(budget)]
     if len(fitting) != 1:
         budgets = ", ".join(entry.budget for entry in entries)
         raise ProfileError(
@@ -91,6 +94,14 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
             " auto:BUDGET, or as catalogue:NAME"
         )
     return folder / f"{fitting[0].name}.json"
+
+
+def _spelling(budget: str) -> str:
+    """One spelling of all that a budget has, such as of ``4bit``, ``4.0 bits`` and ``4BIT``; its unit is not read."""
+    match = _AMOUNT.fullmatch(budget.strip().casefold())
+    assert match is not None, "it matches any text"
+    whole, fraction, unit = match.groups(default="")
+    return f"{whole.lstrip('0')}.{fraction.rstrip('0')} {'bit' if unit == 'bits' else unit}"
 
 
 def _entries_of(model: ModelIdentity, index: Index) -> list[Entry]:

@@ -24,6 +24,7 @@ from kvtuner.exported_configs.sharing.catalogue import (
 )
 from kvtuner.exported_configs.sharing.reference import find_profile
 from kvtuner.run_folder import sha256_of
+from kvtuner.search_spaces.budget import Budget
 from tools.make_catalogue_index import index_text, make_index
 from tools.make_schemas import INDEX_SCHEMA, schema_text
 
@@ -150,6 +151,18 @@ def test_a_budget_is_chosen_by_its_name_and_4bit_without_one(folder: Callable[..
     assert choose(identity(), "3bit", folder=place).name == "a3-1.json"
     with pytest.raises(ProfileError, match="0 profiles by budget '2bit' for owner/a, but 3bit, 4bit; name one"):
         choose(identity(), "2bit", folder=place)
+
+
+@pytest.mark.parametrize("text", ["4bit", "4.0bit", "4BIT", "4 bit", " 04.00 Bits "])
+def test_a_budget_is_chosen_in_every_spelling_that_a_search_takes(folder: Callable[..., Path], text: str) -> None:
+    assert Budget.parse(text).text == "4bit"
+    assert choose(identity(), text, folder=folder(a={"asked": "4bit"})).name == "a-1.json"
+
+
+@pytest.mark.parametrize("text", ["40bit", "4.5bit", ".4bit", "4bpe", "4", "bit", "4bitbit", "4.bit", ""])
+def test_another_budget_is_not_taken_for_a_spelling(folder: Callable[..., Path], text: str) -> None:
+    with pytest.raises(ProfileError, match="0 profiles by budget"):
+        choose(identity(), text, folder=folder(a={"asked": "4bit"}))
 
 
 def test_an_index_is_not_made_of_what_does_not_belong_together(folder: Callable[..., Path]) -> None:
