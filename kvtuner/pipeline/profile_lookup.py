@@ -14,6 +14,7 @@ from kvtuner.exported_configs.formats.foreign_file import MAX_JSON_BYTES
 from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.document import first_bytes
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import load_index
 from kvtuner.exported_configs.sharing.profile_store import all_stored
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
 _SKIPPED: Final = {".git", "node_modules", "__pycache__"}
+_FIELDS: Final = ("schema_version", "digest", "layout", "geometry")
+"""Fields of every profile, together in no other tool's JSON."""
 _SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt")
 
 
@@ -69,12 +72,25 @@ def _below(top: Path) -> Iterator[ResolvedProfile]:
         raise ProfileError(f"{top} is no folder; name one, or leave it out")
     for folder, folders, files in os.walk(top):
         folders[:] = sorted(set(folders) - _SKIPPED)
-        for name in sorted(fnmatch.filter(profile_names(files), "profile*.json")):
+        for name in sorted(profile_names(files)):
             path = Path(folder, name)
+            if not _is_called_a_profile(path):
+                continue
             try:
                 yield ResolvedProfile(path, load_profile(path), str(path), "folder")
             except ProfileError as error:
                 say(f"not shown: {printable(str(error))}")
+
+
+def _is_called_a_profile(path: Path) -> bool:
+    """Whether a file is one by its name, as a search writes it, or has the fields that every profile begins with."""
+    if fnmatch.fnmatch(path.name, "profile*.json"):
+        return True
+    try:
+        data = first_bytes(path, MAX_PROFILE_BYTES)
+    except OSError:
+        return False
+    return all(f'"{field}"'.encode() in data for field in _FIELDS)
 
 
 def _fits(profile: Profile, model: str) -> bool:

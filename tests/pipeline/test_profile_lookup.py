@@ -1,8 +1,10 @@
-"""Commands that read JSON do not import what measures, draws and searches."""
+"""Profiles are found by what they hold, and commands that read them import nothing that measures or draws."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from kvtuner.exported_configs.sharing.catalogue import catalogue_file
+from kvtuner.exported_configs.sharing.catalogue import FOLDER, catalogue_file, load_index
+from kvtuner.pipeline.profile_lookup import list_profiles
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,3 +67,36 @@ def test_a_profile_is_pulled_without_it(run_folder: Path, hub: LoopbackHub) -> N
 
 def test_a_command_that_measures_is_seen_to_import_it() -> None:
     assert heavy_imports("search", "--model", "demo", "--budget", "4bit", "--dry-run") >= {"torch", "transformers"}
+
+
+def listed_in(folder: Path) -> list[str]:
+    """The names of the files of a folder, and of those below it, that are listed."""
+    return [found.path.name for found in list_profiles(folder) if found.where == "folder"]
+
+
+def test_a_folder_lists_profiles_by_any_name_and_no_other_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [entry.name for entry in load_index().profiles]
+    assert names and listed_in(FOLDER) == [f"{name}.json" for name in names]
+    (tmp_path / "below").mkdir()
+    shutil.copy(FOLDER / "demo-4bit.json", tmp_path / "below" / "mine.json")
+    shutil.copy(FOLDER / "index.json", tmp_path / "index.json")
+    (tmp_path / "package.json").write_text('{"name": "x", "digest": "y", "layout": 1}')
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00" * 100)
+    os.mkfifo(tmp_path / "pipe.json")
+    assert listed_in(tmp_path) == ["mine.json"] and capsys.readouterr().err == ""
+
+
+def test_a_file_that_would_be_a_profile_and_is_not_valid_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (FOLDER / "demo-4bit.json").read_text()
+    (tmp_path / "mine.json").write_text(text.replace('"bits": 4', '"bits": 8', 1))
+    (tmp_path / "profile-4bit.json").write_text("{}")
+    assert listed_in(tmp_path) == []
+    lines = capsys.readouterr().err.splitlines()
+    assert [name for line in lines for name in re.findall(r"not shown: .*/(\S+\.json): ", line)] == [
+        "mine.json",
+        "profile-4bit.json",
+    ]
