@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from kvtuner.exported_configs.padded_rows import layers_with_room
+from kvtuner.exported_configs.padded_rows import layers_with_room, wider_in_no_more_bytes
 from kvtuner.exported_configs.scheme_names import FP8
 from kvtuner.layer_ranges import write_layers, write_ranges
 from kvtuner.precision import ROW_ALIGNMENT_BYTES, SIDES, PrecisionPair
@@ -95,7 +95,7 @@ class _Facts:
         findings = (self._size(), self._quality(), *self._beside_uniform(), *others)
         if self._is_harmful:
             return Verdict(findings, "another budget", self._larger_budget())
-        if self._better_in_no_more_bytes is not None:
+        if self._lower_in_no_more_bytes is not None and self._is_surely_lower(self._lower_in_no_more_bytes):
             return Verdict(findings, "another budget", f"Search by bytes: --budget {self._bytes_asked}.")
         if self._counts is not None and self._is_little_text:
             return Verdict(findings, "more text", self._enough_text(self._counts))
@@ -238,16 +238,17 @@ class _Facts:
 
     def _same_bytes(self) -> Sequence[str]:
         """The layers that could have more bits in the same bytes, where bits were counted, and a uniform that has."""
-        budget, searched = self.profile.budget, self.profile.provenance.search is not None
-        if searched and not budget.asked.endswith("bit"):
+        if self.profile.provenance.search is not None and not self.profile.budget.counts_bits:
             return ()
         room = layers_with_room(self.profile)
         layers = self._layers_where(lambda entry, side: entry.layer in room[side])
         if not layers:
             return ()
         padded = f"Rows are padded to {ROW_ALIGNMENT_BYTES} bytes, and {layers} would take no more with more bits"
-        better = self._better_in_no_more_bytes
-        text = f" In no more bytes {_with_transforms(better.name)} has {_figure(better.kl_mean)}." if better else ""
+        text, lower = "", self._lower_in_no_more_bytes
+        if lower is not None:
+            text = f" In no more bytes {_with_transforms(lower.name)} has {_figure(lower.kl_mean)}"
+            text += "." if self._is_surely_lower(lower) else ", which may be chance."
         return (f"{padded}: a budget of {self._bytes_asked} counts bytes.{text}",)
 
     @property
@@ -257,19 +258,17 @@ class _Facts:
         return f"{self.profile.bytes_per_token(budget.tp_size)}B/token" if budget.pp_size == 1 else "NB/token"
 
     @property
-    def _better_in_no_more_bytes(self) -> BaselineRecord | None:
-        """The best baseline of more bits in no more bytes, if its KL is lower, where a budget counted bits."""
-        budget = self.profile.budget
-        if not budget.asked.endswith("bit"):
-            return None
-        rivals = [
-            baseline
-            for baseline in self.quality.baselines
-            if baseline.mean_bits > budget.mean_bits
-            and baseline.effective_bits <= budget.effective_bits
-            and baseline.kl_mean < self.kl
-        ]
-        return min(rivals, key=lambda baseline: baseline.kl_mean, default=None)
+    def _lower_in_no_more_bytes(self) -> BaselineRecord | None:
+        """The baseline of more bits in no more bytes whose KL is lower, surely rather than by chance; None without."""
+        wider = wider_in_no_more_bytes(self.profile.budget, self.quality.baselines)
+        lower = [baseline for baseline in wider if baseline.kl_mean < self.kl]
+        return min(lower, key=lambda one: (not self._is_surely_lower(one), one.kl_mean), default=None)
+
+    def _is_surely_lower(self, baseline: BaselineRecord) -> bool:
+        """Whether a baseline's KL surely is lower: by the paired interval if it is the uniform, else by both apart."""
+        if self.uniform is not None and baseline.name == self.uniform.name:
+            return self._is_above
+        return not self._is_little_text and baseline.kl_high < self.quality.measured_kl.low
 
     def _next_budget(self) -> Sequence[str]:
         """What a bit more would bring."""

@@ -68,6 +68,11 @@ class BudgetRecord(StrictModel):
     tp_size: Count
     pp_size: Count
 
+    @property
+    def counts_bits(self) -> bool:
+        """Whether payload bits were limited, so that a search did not see what padding of rows takes."""
+        return self.asked.endswith("bit")
+
 
 class IntervalRecord(StrictModel):
     """A mean with its bootstrap interval, nats per token."""

@@ -288,10 +288,15 @@ ONE_HEAD_OF_80 = ModelGeometry(3, 2, 1, 80, 80)
 
 
 def last_finding(
-    pairs: Sequence[tuple[int, int | None]], *, kl: float = 0.007, asked: str = "3.5bit", geometry: Any = ONE_HEAD_OF_80
+    pairs: Sequence[tuple[int, int | None]],
+    *,
+    kl: float = 0.007,
+    asked: str = "3.5bit",
+    geometry: Any = ONE_HEAD_OF_80,
+    high: float = 0.006,
 ) -> str:
-    """The last finding on layers beside a K4V4 of KL 0.005 in 288 bytes."""
-    rival = {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.8, "kl_mean": 0.005, "kl_low": 0, "kl_high": 1}
+    """The last finding on layers beside a K4V4 of KL 0.005 in 288 bytes; their own interval begins at half their KL."""
+    rival = {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.8, "kl_mean": 0.005, "kl_low": 0, "kl_high": high}
     profile = profile_of(kl, pairs=pairs, geometry=geometry, difference=None, baselines=[rival])
     budget = profile.budget.model_copy(update={"asked": asked})
     found = verdict_of(profile.model_copy(update={"budget": budget}))
@@ -305,7 +310,8 @@ def test_rows_that_padding_makes_as_long_as_wider_ones_are_named_with_their_byte
         "Rows are padded to 16 bytes, and keys of layers 1-2 and values of layers 0-1 would take no more with more"
         " bits: a budget of 288B/token counts bytes."
     )
-    assert last_finding(mixed) == f"{counts} In no more bytes K4V4 has 0.00500."
+    assert last_finding(mixed, kl=0.014) == f"{counts} In no more bytes K4V4 has 0.00500."
+    assert last_finding(mixed, kl=0.014, high=0.0071).endswith("K4V4 has 0.00500, which may be chance.")
     assert last_finding(mixed, kl=0.004) == counts
     assert "Rows are padded" not in last_finding([(4, 4), (2, 4), (8, 2)])
     assert "Rows are padded" not in last_finding(mixed, asked="288B/token")
@@ -369,16 +375,40 @@ def test_an_interval_must_hold_its_mean() -> None:
         profile_of(0.01, uniform_kl=0.005, difference=(-0.004, -0.002))
 
 
-def test_a_better_cache_in_no_more_bytes_is_advised() -> None:
+def beside_wider(name: str, kl: float, high: float, **settings: Any) -> Verdict:
+    """The verdict on a profile by bits of KL 0.007 [0.0035, 0.014] beside one of more bits in no more bytes."""
     rows: Any = {"pairs": [(8, 2)] * 3, "geometry": ModelGeometry(3, 2, 1, 24, 24), "difference": None}
-    same = {"effective_bits": float(profile_of(0.007, **rows).budget.effective_bits), "kl_low": 0, "kl_high": 1}
-    fp8 = {"name": "fp8", "mean_bits": 8.0, "kl_mean": 0.001, **same}
-    profile = profile_of(0.007, baselines=[fp8], **rows)
+    effective = float(profile_of(0.007, **rows).budget.effective_bits)
+    wider = {"name": name, "mean_bits": 8.0, "effective_bits": effective, "kl_mean": kl, "kl_low": 0, "kl_high": high}
+    profile = profile_of(0.007, baselines=[wider], **rows, **settings)
     bits = profile.budget.model_copy(update={"asked": "5bit"})
     found = verdict_of(profile.model_copy(update={"budget": bits}))
-    assert found is not None and found.recommendation == "another budget"
-    assert found.advice == f"Search by bytes: --budget {profile.bytes_per_token()}B/token."
+    assert found is not None
+    return found
+
+
+def test_a_better_cache_in_no_more_bytes_is_advised() -> None:
+    found = beside_wider("fp8", 0.001, 0.0034)
+    assert found.recommendation == "another budget"
+    assert found.advice == "Search by bytes: --budget 144B/token."
     assert found.findings[-1].endswith("In no more bytes fp8 has 0.00100.")
+
+
+@pytest.mark.parametrize(("kl", "high"), [(0.007 - 1e-6, 0.014), (0.001, 0.0036)])
+def test_a_cache_that_may_be_better_by_chance_is_named_and_overrides_nothing(kl: float, high: float) -> None:
+    found = beside_wider("fp8", kl, high)
+    assert (found.recommendation, found.advice) == ("use", "Use it.")
+    assert found.findings[-1].endswith(", which may be chance.")
+
+
+@pytest.mark.parametrize(("low", "is_sure"), [(0.001, True), (-0.001, False)])
+def test_the_fair_rival_in_no_more_bytes_is_judged_by_the_paired_interval(low: float, is_sure: bool) -> None:
+    """Its own interval meets the profile's, as of the same hard sequences, though each of them may say the same."""
+    rival = {"name": "K4V4", "difference": {"mean": 0.002, "low": low, "high": 0.003}}
+    found = beside_wider("K4V4", 0.005, 0.012, best_uniform=rival)
+    assert (found.recommendation == "another budget") == is_sure
+    few = beside_wider("K4V4", 0.005, 0.012, best_uniform=rival, num_sequences=5)
+    assert few.recommendation == "more text" and few.findings[-1].endswith(", which may be chance.")
 
 
 def test_a_profile_of_the_first_version_is_written_without_the_comparison() -> None:
