@@ -10,14 +10,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.build import build_profile, dump_profile, uniform_profile
+    from kvtuner.exported_configs.profile.build import (
+        AskedBudget,
+        LayerQuantization,
+        build_profile,
+        dump_profile,
+        uniform_profile,
+    )
     from kvtuner.exported_configs.profile.load import load_profile
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.exported_configs.sharing.reference import find_profile
 
-__all__ = ["Profile", "build_profile", "dump_profile", "find_profile", "load_profile", "uniform_profile"]
+__all__ = [
+    "AskedBudget",
+    "LayerQuantization",
+    "ModelIdentity",
+    "Profile",
+    "build_profile",
+    "dump_profile",
+    "find_profile",
+    "load_profile",
+    "uniform_profile",
+]
 
 _MODULES: Final = {
+    "AskedBudget": "profile.build",
+    "LayerQuantization": "profile.build",
+    "ModelIdentity": "profile.records",
     "Profile": "profile.profile",
     "build_profile": "profile.build",
     "dump_profile": "profile.build",

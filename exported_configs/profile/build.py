@@ -84,15 +84,15 @@ def build_profile(
     *,
     geometry: ModelGeometry | CacheGeometry,
     layers: Sequence[LayerQuantization],
-    k_layout: ScaleLayout = WHOLE_HEADS,
-    v_layout: ScaleLayout = WHOLE_HEADS,
-    symmetric: bool,
     model: ModelIdentity,
     budget: AskedBudget,
-    quality: QualityRecord | None = None,
-    provenance: Provenance | None = None,
+    k_layout: ScaleLayout = WHOLE_HEADS,
+    v_layout: ScaleLayout = WHOLE_HEADS,
+    symmetric: bool = False,
     fit: Fit = "minmax",
     window: ExactWindow = NO_WINDOW,
+    quality: QualityRecord | None = None,
+    provenance: Provenance | None = None,
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
@@ -219,9 +219,10 @@ def dump_profile(profile: Profile) -> bytes:
     A file larger than `load_profile` accepts is a `ProfileError`. Constants of a side file are left to it.
     """
     document = profile.model_dump(mode="json", by_alias=True)
-    for layer in document["layers"] if profile.constants_sha256 else ():
-        for name in ("mu", "lambda"):
-            layer["k"].pop(name, None)
+    if profile.constants_sha256 is not None:
+        for layer in document["layers"]:
+            for name in ("mu", "lambda"):
+                layer["k"].pop(name, None)
     data = (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if len(data) > MAX_PROFILE_BYTES:
         raise ProfileError(
@@ -233,7 +234,7 @@ def dump_profile(profile: Profile) -> bytes:
 
 def dump_constants(profile: Profile) -> bytes | None:
     """The bytes of a profile's side file; None where its own file holds its constants."""
-    return encode_constants(arrays_of(profile.layers)) if profile.constants_sha256 else None
+    return None if profile.constants_sha256 is None else encode_constants(arrays_of(profile.layers))
 
 
 def write_profile(path: Path, profile: Profile) -> None:
