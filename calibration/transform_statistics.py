@@ -12,6 +12,7 @@ from kvtuner.calibration.forward.finite_check import check_finite
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.sensitivity import LayerConstants
 from kvtuner.precision import FP16_MAX
+from kvtuner.transforms import MAX_LAMBDA, MIN_LAMBDA
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from kvtuner.calibration.forward.chain import DecoderChain
     from kvtuner.calibration.forward.latents import LatentRows
     from kvtuner.geometry import ModelGeometry
-
-LAMBDA_MIN, LAMBDA_MAX = 1 / 64, 64.0  # far inside fp16, in which profiles store lambda
 
 
 @dataclass
@@ -92,7 +91,7 @@ def balance(key_rms: Tensor, query_rms: Tensor) -> Tensor:
     logs = torch.where(is_live, 0.5 * ratio.log(), 0.0)
     mean = logs.sum(dim=-1, keepdim=True) / is_live.sum(dim=-1, keepdim=True).clamp_min(1)
     lam = torch.where(is_live, (logs - mean).exp(), 1.0)
-    return lam.clamp(LAMBDA_MIN, LAMBDA_MAX).to(torch.float16)
+    return lam.clamp(MIN_LAMBDA, MAX_LAMBDA).to(torch.float16)
 
 
 def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> dict[int, LayerConstants]:

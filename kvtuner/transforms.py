@@ -15,6 +15,10 @@ from kvtuner.errors import PrecisionError
 if TYPE_CHECKING:
     from kvtuner.precision import Side
 
+MIN_LAMBDA: Final = 1 / 64
+MAX_LAMBDA: Final = 64.0
+"""The bounds of lambda, far inside fp16, in which profiles store it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransformKind:

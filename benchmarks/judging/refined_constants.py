@@ -14,9 +14,9 @@ from torch import Tensor
 from kvtuner.calibration.forward.attention_hook import hooked
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend, attend_by_plan
 from kvtuner.calibration.forward.simulator import LayerSpec, read_back
-from kvtuner.calibration.transform_statistics import LAMBDA_MAX, LAMBDA_MIN
 from kvtuner.grid_fit import MAX_GAIN
 from kvtuner.quant import QuantSpec, Transform, hadamard
+from kvtuner.transforms import MAX_LAMBDA, MIN_LAMBDA
 from kvtuner.tuner.objective import layer_specs
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class MovedKeys:
         mu = None if transform.mu is None else transform.mu.float() + self.mu_shift * self.unit
         if transform.lam is None:
             return mu, None
-        return mu, (transform.lam.float() * self.log_shift.exp()).clamp(LAMBDA_MIN, LAMBDA_MAX)
+        return mu, (transform.lam.float() * self.log_shift.exp()).clamp(MIN_LAMBDA, MAX_LAMBDA)
 
     def rounded(self) -> Transform:
         """The transform with the constants as a profile holds them."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "scale-layouts.jsonl"
+_FACTS: Final = ("side", "group_size", "word_bits", "bits")
 WORTHWHILE_RATIO: Final = 0.9
 """The share of the KL of wide words below which short ones are worth a third more instructions in decode."""
 
@@ -124,6 +125,3 @@ def compare_layouts(
         LayoutComparison(side, *pair, bits, *(mean_over_sequences(kls[comparand(side, layout)]) for layout in pair))
         for side, pair in layouts.items()
     )
-
-
-_FACTS: Final = ("side", "group_size", "word_bits", "bits")

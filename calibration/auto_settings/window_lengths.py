@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "window-lengths.jsonl"
+_FACTS: Final = ("residual_length", "bits")
 COMPARED_LENGTHS: Final = (0, 16, 32, 64, 128, 256)
 LARGEST_SHARE: Final = 8
 """Windows longer than this part of a sequence are not compared: hardly any token would be read from rows."""
@@ -123,6 +124,3 @@ def compare_lengths(bench: Workbench, folder: RunFolder, undecided: Collection[s
         narrow_kl, wide_kl = (mean_over_sequences(kls[length, bits]) for bits in widths)
         kl[length] = narrow_kl, wide_kl
     return LengthComparison(bench.loaded.shape.context_length, sinks, kl, widths)
-
-
-_FACTS: Final = ("residual_length", "bits")

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
@@ -43,13 +43,10 @@ from kvtuner.precision import (
     check_fitted_group,
 )
 from kvtuner.run_folder import sha256_of
-from kvtuner.transforms import TransformKind
+from kvtuner.transforms import MAX_LAMBDA, MIN_LAMBDA, TransformKind
 
 if TYPE_CHECKING:
     from kvtuner.quant import QuantSpec
-
-MIN_LAMBDA: Final = 1 / 64
-MAX_LAMBDA: Final = 64.0
 
 
 class Profile(StrictModel):

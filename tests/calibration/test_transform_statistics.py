@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
-from kvtuner.calibration.transform_statistics import LAMBDA_MAX, LAMBDA_MIN, balance, measure_constants
+from kvtuner.calibration.transform_statistics import balance, measure_constants
 from kvtuner.errors import NonFiniteActivationError
+from kvtuner.transforms import MAX_LAMBDA, MIN_LAMBDA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +114,7 @@ def test_balance_is_the_same_whatever_the_scale_of_keys_and_queries() -> None:
 def test_balance_stays_within_its_bounds() -> None:
     key = torch.tensor([[1e12, 1.0, 1.0, 1e-12]], dtype=torch.float64)
     lam = balance(key, torch.ones_like(key))
-    assert lam.tolist() == [[LAMBDA_MAX, 1.0, 1.0, LAMBDA_MIN]]
+    assert lam.tolist() == [[MAX_LAMBDA, 1.0, 1.0, MIN_LAMBDA]]
 
 
 @pytest.mark.parametrize(("key", "query"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
