@@ -403,7 +403,7 @@ def test_a_cache_that_may_be_better_by_chance_is_named_and_overrides_nothing(kl:
 
 @pytest.mark.parametrize(("low", "is_sure"), [(0.001, True), (-0.001, False)])
 def test_the_fair_rival_in_no_more_bytes_is_judged_by_the_paired_interval(low: float, is_sure: bool) -> None:
-    """Its own interval meets the profile's, as of the same hard sequences, though each of them may say the same."""
+    """The rival's own interval meets the profile's, since the same sequences are hard for both."""
     rival = {"name": "K4V4", "difference": {"mean": 0.002, "low": low, "high": 0.003}}
     found = beside_wider("K4V4", 0.005, 0.012, best_uniform=rival)
     assert (found.recommendation == "another budget") == is_sure

@@ -166,12 +166,12 @@ def test_writer_that_was_killed_before_the_older_side_file_went_says_that_it_may
 @contextmanager
 def killed_after(changes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that ends after so many changes of names under which files are found."""
-    replace, unlink, made = Path.replace, Path.unlink, list[Path]()
+    replace, unlink, changed = Path.replace, Path.unlink, list[Path]()
 
     def change(path: Path) -> None:
-        if len(made) == changes:
+        if len(changed) == changes:
             raise SystemExit
-        made.append(path)
+        changed.append(path)
 
     def counted_replace(path: Path, target: Path) -> Path:
         change(target)

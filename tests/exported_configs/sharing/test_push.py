@@ -104,13 +104,13 @@ def test_somebody_who_was_faster_to_make_the_repository_is_named(hub: LoopbackHu
         push(upload, "x")
 
 
-@pytest.mark.parametrize(("told", "found"), [(False, "is public"), (None, "may be public: the hub does not tell")])
+@pytest.mark.parametrize(("is_private", "found"), [(False, "is public"), (None, "may be public")])
 def test_a_private_push_to_a_repository_that_all_may_see_is_refused_before_anything_is_sent(
-    hub: LoopbackHub, data: bytes, told: bool | None, found: str
+    hub: LoopbackHub, data: bytes, is_private: bool | None, found: str
 ) -> None:
-    hub.repo(REPO, {"notes.txt": b"mine"}, private=told)
+    hub.repo(REPO, {"notes.txt": b"mine"}, private=is_private)
     for create_pr in (False, True):
-        with pytest.raises(HubError, match=f"{REPO} {found}, and --private is for a new repository or one that is"):
+        with pytest.raises(HubError, match=f"{REPO} {found}.* --private is for a new repository or one that is"):
             plan_upload(REPO, {"profile.json": data}, private=True, create_pr=create_pr)
     assert not hub.requested("POST", "") and not hub.requested("PUT", "")
 
