@@ -8,27 +8,18 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from os import SEEK_END
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-from pydantic import BaseModel, FailFast, Field, NonNegativeInt, TypeAdapter
+from pydantic import TypeAdapter
 
+from kvtuner.exported_configs.identity.safetensors_header import MAX_HEADER_BYTES, read_header
 from kvtuner.run_folder import canonical_json
 
 SAMPLE_BYTES: Final = 4096
-MAX_HEADER_BYTES: Final = 100 * 2**20
 ONE_FILE: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _OBJECT: Final = TypeAdapter(dict[str, Any])
-# pydantic would collect an error for each of millions of items.
-_Counts = Annotated[list[NonNegativeInt], FailFast()]
-
-
-class _Tensor(BaseModel, strict=True):
-    dtype: str
-    shape: _Counts
-    data_offsets: Annotated[_Counts, Field(min_length=2, max_length=2)]
 
 
 def checkpoint_sha256(folder: Path) -> str | None:
@@ -65,21 +56,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    if not path.is_file():
-        raise ValueError("no file, or a pipe that would be waited for")
+    header = read_header(path)
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= MAX_HEADER_BYTES:
-            raise ValueError("no safetensors file")
-        header = _OBJECT.validate_python(json.loads(file.read(size)))
-        num_bytes = file.seek(0, SEEK_END) - 8 - size
-        header.pop("__metadata__", None)
-        for name, fields in header.items():
-            tensor = _Tensor.model_validate(fields)
+        for name, tensor in header.tensors.items():
             start, end = tensor.data_offsets
-            if not start <= end <= num_bytes:
-                raise ValueError("a tensor reversed, or beyond the end of its file")
-            yield name, [tensor.dtype, tensor.shape, _sample(file, 8 + size + start, end - start)]
+            yield name, [tensor.dtype, tensor.shape, _sample(file, header.start + start, end - start)]
 
 
 def _sample(file: BinaryIO, start: int, size: int) -> int:

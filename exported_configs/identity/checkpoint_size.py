@@ -1,16 +1,11 @@
 """The bytes of a checkpoint's tensors, from safetensors headers and their index alone. Knows nothing of models."""
 
 import json
-from os import SEEK_END
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from kvtuner.exported_configs.identity.checkpoint_hash import (
-    MAX_HEADER_BYTES,
-    ONE_FILE,
-    WEIGHTS_INDEX,
-    checkpoint_files,
-)
+from kvtuner.exported_configs.identity.checkpoint_hash import ONE_FILE, WEIGHTS_INDEX, checkpoint_files
+from kvtuner.exported_configs.identity.safetensors_header import MAX_HEADER_BYTES, read_header
 
 
 def checkpoint_bytes(folder: Path) -> int | None:
@@ -25,7 +20,7 @@ def checkpoint_bytes(folder: Path) -> int | None:
                 total = index_total(file.read(MAX_HEADER_BYTES))
             if total is not None:
                 return total
-        return sum(map(_tensor_bytes, checkpoint_files(folder))) or None
+        return sum(read_header(file).num_bytes for file in checkpoint_files(folder)) or None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -35,7 +30,7 @@ def float32_bytes(folder: Path) -> int | None:
     try:
         files = checkpoint_files(folder)
         return sum(map(_float32_bytes, files)) if files else None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return None  # damage that the loader of weights will name
 
 
@@ -49,28 +44,6 @@ def index_total(text: bytes) -> int | None:
     return total if type(total) is int and total > 0 else None
 
 
-def _tensor_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        header = _header_bytes(file)
-        size = file.seek(0, SEEK_END) - 8 - header
-    if size < 0:
-        raise ValueError("no safetensors file")
-    return size
-
-
 def _float32_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        tensors = json.loads(file.read(_header_bytes(file)))
-    total = 0
-    for name, tensor in tensors.items():
-        if name != "__metadata__" and tensor["dtype"] == "F32":
-            start, end = tensor["data_offsets"]
-            total += end - start
-    return total
-
-
-def _header_bytes(file: BinaryIO) -> int:
-    header = int.from_bytes(file.read(8), "little")
-    if not 0 < header <= MAX_HEADER_BYTES:
-        raise ValueError("no safetensors file")
-    return header
+    offsets = [tensor.data_offsets for tensor in read_header(path).tensors.values() if tensor.dtype == "F32"]
+    return sum(end - start for start, end in offsets)

@@ -1,8 +1,9 @@
 """The bytes of a checkpoint's tensors on the hub, without fetching one. Knows nothing of models."""
 
 from kvtuner.errors import HubError
-from kvtuner.exported_configs.identity.checkpoint_hash import MAX_HEADER_BYTES, ONE_FILE, WEIGHTS_INDEX
+from kvtuner.exported_configs.identity.checkpoint_hash import ONE_FILE, WEIGHTS_INDEX
 from kvtuner.exported_configs.identity.checkpoint_size import index_total
+from kvtuner.exported_configs.identity.safetensors_header import MAX_HEADER_BYTES
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
 from kvtuner.exported_configs.sharing.reference import HubReference
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtuner.exported_configs.identity.checkpoint_hash import ONE_FILE, WEIGHTS_INDEX
-from kvtuner.exported_configs.identity.checkpoint_size import checkpoint_bytes, index_total
+from kvtuner.exported_configs.identity.checkpoint_size import checkpoint_bytes, float32_bytes, index_total
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,3 +60,17 @@ def test_a_damaged_file_is_not_counted(tmp_path: Path, name: str, text: bytes) -
 def test_a_folder_without_safetensors_files_is_not_counted(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"0" * 100)
     assert checkpoint_bytes(tmp_path) is None
+
+
+def test_tensors_of_32_bits_are_counted_among_others(tmp_path: Path) -> None:
+    split(tmp_path)
+    assert float32_bytes(tmp_path) == 3 * 5 * 4
+    (tmp_path / "a.safetensors").write_bytes(b"damaged")
+    assert float32_bytes(tmp_path) is None
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    split(tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    os.mkfifo(tmp_path / "b.safetensors")
+    assert checkpoint_bytes(tmp_path) is None and float32_bytes(tmp_path) is None
