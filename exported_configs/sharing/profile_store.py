@@ -18,7 +18,7 @@ from typing import Final
 
 from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name
-from kvtuner.exported_configs.profile.document import DocumentKind, read_document
+from kvtuner.exported_configs.profile.document import DocumentKind, first_bytes, read_document
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
@@ -121,10 +121,7 @@ def _read(folder: Path) -> FetchedProfile | None:
     try:
         record = read_document(folder / ORIGIN, _ORIGIN)
         reference = HubReference(record["repo"], record["commit"], record["path"])
-        files = {}
-        for name in record["files"]:
-            with (folder / name).open("rb") as file:
-                files[name] = file.read(_MAX_BYTES)
+        files = {name: first_bytes(folder / name, _MAX_BYTES) for name in record["files"]}
         path = folder / PurePosixPath(reference.path).name
         profile = load_profile(files[path.name], read_constants=lambda: files[constants_name(path.name)])
         is_whole = _hashes(files) == record["files"] and folder == _folder(reference, profile)

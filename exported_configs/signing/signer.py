@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.profile.document import one_line
+from kvtuner.exported_configs.profile.document import first_bytes, one_line
 
 MAX_PEM_BYTES: Final = 2**20
 NETWORK_SECONDS: Final = 60.0
@@ -211,8 +211,7 @@ def _bounded(path: Path) -> Path:
 def read_bounded(path: Path, max_bytes: int, noun: str, *, if_absent: str = "give its path") -> bytes:
     """The content of a file, or `SignatureError` where it is absent, unreadable or too large."""
     try:
-        with path.open("rb") as handle:
-            data = handle.read(max_bytes + 1)
+        data = first_bytes(path, max_bytes + 1)
     except FileNotFoundError as error:
         raise SignatureError(f"{path}: there is no such {noun}; {if_absent}") from error
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_constants, write_files
 from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name, constants_path
-from kvtuner.exported_configs.profile.document import naming
+from kvtuner.exported_configs.profile.document import first_bytes, naming
 from kvtuner.exported_configs.profile.evaluation_record import (
     EVALUATION,
     EvaluatedProfile,
@@ -159,8 +159,7 @@ def _read(path: Path, limit: int) -> bytes:
     if path.is_symlink():
         raise ProfileError(f"{path} is a link, and a push takes files only; push what it points to")
     try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
+        data = first_bytes(path, limit + 1)
     except OSError as error:
         reason = error.strerror or error
         raise ProfileError(f"{path} cannot be read ({reason}); name a profile or a run folder") from error

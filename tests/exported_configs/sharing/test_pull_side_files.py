@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -122,6 +123,25 @@ def test_links_are_not_published(placed: Profile, tmp_path: Path) -> None:
     side.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ProfileError, match="is a link, and a push takes files only"):
         published_files(path, REPO, license_id="mit", with_report=False)
+
+
+@pytest.mark.parametrize("name", ["profile.constants.safetensors", "profile.json.sig", "report.html"])
+def test_named_pipes_are_not_published_nor_waited_for(placed: Profile, tmp_path: Path, name: str) -> None:
+    write_profile(tmp_path / "profile.json", placed)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ProfileError, match=rf"{name} cannot be read \(a named pipe, where a file is expected\)"):
+        published_files(tmp_path, REPO, license_id="mit", with_report=True)
+
+
+def test_kept_profile_with_a_pipe_in_place_of_its_side_file_is_fetched_again(
+    hub: LoopbackHub, placed: Profile, files: dict[str, bytes]
+) -> None:
+    oid = hub.repo(REPO, files).refs["main"]
+    kept = pull(MAIN.at(oid)).path.with_name(SIDE)
+    kept.unlink()
+    os.mkfifo(kept)
+    assert not list(all_stored()) and pull(MAIN.at(oid)).profile == placed
 
 
 def test_signature_covers_both_files(

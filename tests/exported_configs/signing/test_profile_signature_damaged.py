@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from signature_checks import dsse, edit, why
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.profile_signature import signature_path, verify_profile
-from kvtuner.exported_configs.signing.signer import SignerIdentity
+from kvtuner.exported_configs.signing.profile_signature import sign_profile, signature_path, verify_profile
+from kvtuner.exported_configs.signing.signer import Signer, SignerIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,17 @@ def forge(path: Path, private_key: Path, change: Callable[[dict[str, Any]], obje
         envelope["signatures"][0]["sig"] = base64.b64encode(signature).decode()
 
     edit(path, again)
+
+
+def test_named_pipe_is_refused_and_not_waited_for(signed: Path, keys: Keys) -> None:
+    private, public = keys()
+    for path, noun in ((signature_path(signed), "signature"), (public, "PEM file")):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(SignatureError, match=rf"{path.name}: the {noun} cannot be read \(a named pipe"):
+            verify_profile(signed, SignerIdentity.parse(f"key:{public}"))
+        path.unlink()
+        sign_profile(signed, Signer(private))
 
 
 @pytest.mark.parametrize(
