@@ -82,13 +82,16 @@ def parse_reference(text: str) -> ProfileReference:
     A name is of a file rather than of the hub if there is such a file, or such a folder and no revision.
     """
     if len(text) > MAX_LENGTH or "\0" in text:
-        raise ProfileError(f"a profile is named in at most {MAX_LENGTH} characters, not {ascii(text)[:60]}")
+        raise ProfileError(
+            f"a profile is named in at most {MAX_LENGTH} characters without NUL, not {ascii(text)[:60]}; name a file,"
+            " a run folder, owner/name or catalogue:name"
+        )
     name, digest = text, None
     if pinned := _PIN.fullmatch(text):
         name, digest = pinned.groups()
         if _DIGEST.fullmatch(digest) is None:
             raise ProfileError(
-                f"a digest is pinned as #sha256: and 64 hexadecimal digits, not #{ascii(digest)[1:80]};"
+                f"a digest is pinned as #sha256: and 64 hexadecimal digits, not #{ascii(digest)[1:-1][:80]};"
                 " kvtuner validate prints it"
             )
     if name.startswith(CATALOGUE_PREFIX):

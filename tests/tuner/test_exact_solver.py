@@ -83,7 +83,7 @@ def test_best_of_a_front_is_its_last_point_inside_the_cap(random_space: Space, m
         assert front.best(cost) == front.configuration(point)
         if point:
             assert front.best(cost - 1) == front.configuration(point - 1)
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError, match="the cheapest configuration costs"):
         front.best(int(front.costs[0]) - 1)
 
 
@@ -203,7 +203,7 @@ def test_greedy_stops_where_the_exact_solver_goes_on(make_space: Space, make_con
 
 
 def test_greedy_refuses_a_budget_below_the_smallest(random_space: Space, make_constraint: Limit) -> None:
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError, match="the cheapest configuration costs"):
         greedy(random_space(3, 0), make_constraint("0.1bit", 3))
 
 

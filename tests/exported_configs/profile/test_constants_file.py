@@ -252,10 +252,14 @@ def test_any_other_bytes_are_refused_in_one_line_though_the_hash_is_theirs(place
 
 
 def test_huge_and_deep_headers_are_refused_before_they_are_read() -> None:
-    for header in (b"[" * 2**18, b'{"layers.0.k.mu":' * 9, b'{"' + b"a" * 2**20):
-        data = len(header).to_bytes(8, "little") + header
-        with pytest.raises(ProfileError):
-            decode_constants(data)
+    deep = "must nest at most 16 deep, but nests"
+    for header, rule in (
+        (b"[" * 2**18, f"{deep} {2**18}"),
+        (b'{"layers.0.k.mu":' * 17, f"{deep} 17"),
+        (b'{"' + b"a" * 2**20, "must be at most 524288 bytes"),
+    ):
+        with pytest.raises(ProfileError, match=rule):
+            decode_constants(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ProfileError, match="must be at most 67108864 bytes"):
         decode_constants(bytes(2**26 + 1))
     with pytest.raises(ProfileError, match="the header has no 18446744073709551615 bytes"):

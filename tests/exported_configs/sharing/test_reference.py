@@ -69,24 +69,29 @@ def test_what_exists_here_is_meant_before_the_hub(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "rule"),
     [
-        "me/model@v1:../secret.json",
-        "me/model:/etc/passwd",
-        "me/model:a//b.json",
-        "me/model:./a.json",
-        "me/model:a\\b.json",
-        "me/model:a\x1b.json",
-        "profile.json#sha256:abc",
-        f"me/model#{DIGEST.upper()}",
-        f"me/model#{DIGEST}0",
-        "me/model#sha256:",
-        "x" * 5000,
-        "a\0b",
+        *(
+            (text, "must name a file inside the repository$")
+            for text in (
+                "me/model@v1:../secret.json",
+                "me/model:/etc/passwd",
+                "me/model:a//b.json",
+                "me/model:./a.json",
+                "me/model:a\\b.json",
+                "me/model:a\x1b.json",
+            )
+        ),
+        ("profile.json#sha256:abc", "64 hexadecimal digits, not #sha256:abc; kvtuner validate"),
+        (f"me/model#{DIGEST.upper()}", "64 hexadecimal digits, not #SHA256:0A0A"),
+        (f"me/model#{DIGEST}0", "64 hexadecimal digits, not #sha256:0a0a"),
+        ("me/model#sha256:", "64 hexadecimal digits, not #sha256:; kvtuner validate"),
+        ("x" * 5000, "at most 4096 characters without NUL, not 'xxx"),
+        ("a\0b", r"at most 4096 characters without NUL, not 'a.x00b'; name a file"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_printable_line(text: str) -> None:
-    with pytest.raises(ProfileError) as refused:
+def test_what_cannot_be_meant_is_refused_in_one_printable_line(text: str, rule: str) -> None:
+    with pytest.raises(ProfileError, match=rule) as refused:
         parse_reference(text)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 400
 
