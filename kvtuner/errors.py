@@ -20,7 +20,11 @@ class GeometryError(KVTunerError):
 
 
 class UnsupportedModelError(KVTunerError):
-    """A model that KVTuner refuses by name: no attention hook, MLA, sliding windows, linear attention."""
+    """A model that cannot be loaded as asked, or is refused by name.
+
+    It has no attention hook or no layer with a KV cache, a layer that is none of those known, or one that the reader
+    at hand does not serve.
+    """
 
 
 class NonFiniteActivationError(KVTunerError):

@@ -36,7 +36,7 @@ NUM_FLIPS: Final = 20_000
 
 
 class PairedScores(ABC):
-    """The scores of one scheme in one metric; other schemes' are of the same questions or sequences.
+    """The scores of one scheme by one measure; other schemes' are of the same questions or sequences.
 
     A seed is that of what is drawn: resamples, signs, swaps.
     """
@@ -209,7 +209,7 @@ def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.int64], varia
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """The place where a metric is measured: contexts, or sequences, of `num_tokens`, if they have one length.
+    """The place where figures are measured: contexts, or sequences, of `num_tokens`, if they have one length.
 
     The task is its name and metric, for level ``task``; the flag is one that is known before anything is scored.
     Failures are answers, or tokens, that never came, by the name of the scheme; skipped schemes were not asked.
@@ -225,7 +225,7 @@ class CellKey:
 
 
 def make_cell(measure: Measure, key: CellKey, scores: Mapping[str, PairedScores], seed: int) -> Cell:
-    """The cell of one metric: every scheme's result by name, and the profile's difference from each other scheme.
+    """The cell of one measure: every scheme's result by name, and the profile's difference from each other scheme.
 
     There is no difference where the profile was skipped.
     """

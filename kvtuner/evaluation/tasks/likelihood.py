@@ -35,7 +35,7 @@ SCORING: Final = 1
 """The version of the requests and what is kept of them; increase it when the same tokens would be asked otherwise."""
 MOST_FAILED: Final = 0.05
 """Share of a scheme's tokens that may stay unscored."""
-METRICS: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
+MEASURES: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -56,7 +56,7 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
             for scheme in schemes:
                 sums[scheme.name] = validator.measure(scheme, offsets)
                 bar.update()
-            for measure in METRICS:
+            for measure in MEASURES:
                 means = {name: sums[name].means(measure) for name in _measured(sums, measure)}
                 cells.append(make_cell(measure, CellKey("likelihood", tokens, position), means, bench.options.seed))
     return cells
@@ -117,7 +117,7 @@ def server_likelihood_cells(
 
 
 def _measured(names: Iterable[str], measure: Measure) -> list[str]:
-    """The schemes that have a metric: KL and agreement are from the unquantized model, which has neither of its own."""
+    """The schemes that a measure has: KL and agreement are from the unquantized model, which has neither of its own."""
     return [name for name in names if name != REFERENCE or measure == "nll_nats_per_token"]
 
 
