@@ -56,7 +56,6 @@ def write_together(files: Mapping[Path, bytes | str]) -> None:
         RunFolderError: The disk is full or a folder cannot be written.
     """
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in files}
-    path = next(iter(files))
     try:
         for path, data in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)

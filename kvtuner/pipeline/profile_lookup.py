@@ -83,7 +83,7 @@ def _below(top: Path) -> Iterator[ResolvedProfile]:
 
 
 def _is_called_a_profile(path: Path) -> bool:
-    """Whether a file is one by its name, as a search writes it, or has the fields that every profile begins with."""
+    """Whether a file is one by its name, as a search writes it, or has the fields of every profile."""
     if fnmatch.fnmatch(path.name, "profile*.json"):
         return True
     try:

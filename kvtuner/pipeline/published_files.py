@@ -67,7 +67,7 @@ def preview_text(upload: Upload) -> str:
     onto = f"onto {upload.head.commit} of a {kind} repository" if upload.head else f"a new {kind} repository"
     there, adds = (upload.head.sizes if upload.head else {}), "adds    "
     if upload.unknown_head is not None:
-        onto = f"onto what nobody here knows, {kind}, so that files may also be replaced and removed"
+        onto = f"onto what nobody here knows ({kind}), so that files may also be replaced and removed"
         adds = "uploads "
     lines = [f"{upload.repo}{branch}: {onto}" + (", as a pull request" if upload.create_pr else "")]
     lines += [f"  ({printable(upload.unknown_head)})"] if upload.unknown_head is not None else []

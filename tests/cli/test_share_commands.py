@@ -89,7 +89,7 @@ def test_a_preview_without_a_token_does_not_take_a_private_repository_for_none(
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert "or it is private" in plan["unknown_parent"] and "a new public" not in done.stderr
-    assert "onto what nobody here knows, private or public," in done.stderr and plan["private"] is None
+    assert "onto what nobody here knows (private or public)," in done.stderr and plan["private"] is None
 
 
 def test_without_somebody_to_ask_nothing_is_pushed(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
