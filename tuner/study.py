@@ -13,7 +13,7 @@ import optuna
 from kvtuner.errors import NonFiniteActivationError, SearchSpaceError
 from kvtuner.tuner.interrupts import InterruptGate
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName, make_sampler
-from kvtuner.tuner.study_storage import bind_identity, open_storage, opening_lock, storage_errors
+from kvtuner.tuner.study_storage import StorageErrors, bind_identity, open_storage, opening_lock
 from kvtuner.tuner.worker import Worker
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ def refine(
         SearchSpaceError: No trial was inside the budget.
         NonFiniteActivationError: Nothing that was measured is finite.
     """
-    gate = InterruptGate()
-    with gate.closed(), storage_errors(storage):
+    gate, errors = InterruptGate(), StorageErrors(storage)
+    with gate.closed(), errors.named():
         with opening_lock(storage):
             study = _open_study(storage, study_name)
             is_first = bind_identity(study, _identity(space, constraint, identity or {}), storage)
-            worker = Worker(study, space, constraint, objective, gate, race)
+            worker = Worker(study, space, constraint, errors.outside(objective), gate, race and errors.outside(race))
             # Workers with one seed would propose the same trials: only the first one takes it as it is.
             own_seed = seed if is_first else (seed + os.getpid() + 1) % 2**32
             study.sampler = make_sampler(
@@ -113,7 +113,12 @@ def refine(
                 worker.describe()
             worker.enqueue(warm)
         is_sampling = sampler != "none" and bool(worker.distributions)
-        worker.work(num_trials, is_sampling=is_sampling, on_trial=on_trial, is_over=is_over)
+        worker.work(
+            num_trials,
+            is_sampling=is_sampling,
+            on_trial=on_trial and errors.outside(on_trial),
+            is_over=is_over and errors.outside(is_over),
+        )
         records = worker.records()
     return _result(records, POPULATION_SIZE if sampler == "nsga2" else None)
 

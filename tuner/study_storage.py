@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import optuna
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
@@ -17,7 +18,7 @@ from kvtuner.errors import RunFolderError
 from kvtuner.run_folder import RunFolder, refuse_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 LOCK_TIMEOUT_S: Final = 60.0
 IDENTITY_ATTRIBUTE: Final = "identity"
@@ -25,39 +26,81 @@ JOURNAL: Final = "journal:///"
 STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError)
 
 _OPTUNA_TABLES: Final = {"studies", "version_info"}
-# By part of the message of SQLite or of the operating system.
-_REMEDIES: Final = {
-    "locked": "another program holds it; end that and run the same command again",
-    "No space": "free some space and run the same command again to resume",
-    "full": "free some space and run the same command again to resume",
-    "readonly": "make it writable or choose another folder with --out",
-    "unable to open": "choose another folder with --out",
-}
+_FULL: Final = "free some space and run the same command again to resume"
+_READ_ONLY: Final = "make it writable, or choose another folder with --out or another place with --storage"
+_ELSEWHERE: Final = "choose another folder with --out or another place with --storage"
 _DAMAGED: Final = "delete it and run the same command again: its trials are measured anew"
 _UNREACHED: Final = "check the URL, and that the database is there and lets you in"
+_UNKNOWN: Final = "see to that and run the same command again to resume"
+# By part of what SQLite or the operating system says of a file.
+_REMEDIES: Final = {
+    "locked": "another program holds it; end that and run the same command again",
+    "No space": _FULL,
+    "quota": _FULL,
+    "full": _FULL,
+    "readonly": _READ_ONLY,
+    "Read-only": _READ_ONLY,
+    "Permission denied": _READ_ONLY,
+    "not permitted": _READ_ONLY,
+    "unable to open": _ELSEWHERE,
+    "directory": _ELSEWHERE,  # there is none, or one in place of a file
+    "not a database": _DAMAGED,
+    "malformed": _DAMAGED,
+}
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
 
 
-@contextlib.contextmanager
-def storage_errors(url: str | None) -> Iterator[None]:
-    """Turn what a broken storage raises into one line.
+class StorageErrors:
+    """Turns what a broken storage raises into one line, but nothing that a function of `outside` raised."""
 
-    Raises:
-        RunFolderError: The storage is damaged, locked, full, of another program or cannot be reached.
-    """
-    try:
-        yield
-    except (*STORAGE_ERRORS, OSError) as error:
-        is_journal = url is not None and url.startswith(JOURNAL)
-        if isinstance(error, OSError) and not is_journal:
-            raise
-        cause: BaseException = error  # SQLAlchemy's and Optuna's errors wrap the one that says what is wrong
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
-        is_file = is_journal or (url is not None and _parsed(url).get_backend_name() == "sqlite")
-        otherwise = _DAMAGED if is_file else _UNREACHED
-        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in reason), otherwise)
-        raise RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}") from error
+    def __init__(self, url: str | None) -> None:
+        """Watch the storage of that URL; None is memory."""
+        self._url = url
+        self._raised_outside: BaseException | None = None
+
+    def outside(self, call: Callable[Given, Returned]) -> Callable[Given, Returned]:
+        """A function that does not use the storage: its errors are its own, such as those of a file that it reads."""
+
+        @wraps(call)
+        def watched(*given: Given.args, **named: Given.kwargs) -> Returned:
+            try:
+                return call(*given, **named)
+            except Exception as error:
+                self._raised_outside = error
+                raise
+
+        return watched
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Name the storage, the reason and the way out.
+
+        Raises:
+            RunFolderError: The storage is damaged, locked, full, of another program or cannot be reached.
+        """
+        try:
+            yield
+        except (*STORAGE_ERRORS, OSError) as error:
+            is_journal = self._url is not None and self._url.startswith(JOURNAL)
+            if error is self._raised_outside or (isinstance(error, OSError) and not is_journal):
+                raise
+            raise RunFolderError(_complaint(self._url, error)) from error
+
+
+def _complaint(url: str | None, error: Exception) -> str:
+    cause: BaseException = error  # SQLAlchemy's and Optuna's errors wrap the one that says what is wrong
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
+    if is_shared_database(url):
+        remedy = _FULL if "No space" in reason else _UNREACHED
+    else:
+        # Of the operating system's error the words alone, without the path.
+        words = cause.strerror or reason if isinstance(cause, OSError) else reason
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in words), _UNKNOWN)
+    return f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}"
 
 
 def printable_url(url: str | None) -> str:
@@ -91,12 +134,14 @@ def _no_storage(reason: object) -> RunFolderError:
     return RunFolderError(f"a study is stored in sqlite:///PATH, journal:///PATH or a database: {reason}")
 
 
-def _sqlite_file(url: str) -> Path | None:
-    """The file of an SQLite database, by whatever spelling of its URL; None for other databases.
+def _file_of(url: str) -> Path | None:
+    """The file of a journal or an SQLite database, by whatever spelling of its URL; None for other databases.
 
     Raises:
         RunFolderError: It is no URL, or one of SQLite with a query, another driver or no file.
     """
+    if url.startswith(JOURNAL):
+        return Path(url.removeprefix(JOURNAL))
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite":
         return None
@@ -115,10 +160,10 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage:
     """
     if url is None:
         return InMemoryStorage()
-    if url.startswith(JOURNAL):
-        return _open_journal(Path(url.removeprefix(JOURNAL)))
+    path = _file_of(url)
+    if path is not None and url.startswith(JOURNAL):
+        return _open_journal(path)
     options: dict[str, Any] = {"pool_pre_ping": True}
-    path = _sqlite_file(url)
     if path is not None:
         _check_sqlite(path)
         options = {"creator": lambda: _connect(path)}
@@ -139,7 +184,9 @@ def _open_journal(path: Path) -> JournalStorage:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return JournalStorage(JournalFileBackend(str(path)))
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except OSError as error:
+        raise RunFolderError(_complaint(JOURNAL + str(path), error)) from error
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise RunFolderError(f"{path} is no journal of a study ({error}): {_DAMAGED}") from error
 
 
@@ -159,25 +206,33 @@ def _check_sqlite(path: Path) -> None:
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
-        raise sqlite3.DatabaseError(damage.splitlines()[-1])
+        raise RunFolderError(f"{path} is a damaged database ({damage.splitlines()[-1]}): {_DAMAGED}")
     if tables and not tables & _OPTUNA_TABLES:
         raise RunFolderError(f"{path} is a database of another program; choose another folder with --out")
 
 
 @contextlib.contextmanager
 def opening_lock(url: str | None) -> Iterator[None]:
-    """Let one process at a time create a study, bind it and queue its first trials, where files can be locked."""
-    if url is None:
-        path = None
-    elif url.startswith(JOURNAL):
-        path = Path(url.removeprefix(JOURNAL))
-    else:
-        path = _sqlite_file(url)
+    """Let one process at a time create a study, bind it and queue its first trials, where files can be locked.
+
+    Raises:
+        RunFolderError: A folder in place of a file, or one that cannot be written.
+    """
+    path = None if url is None else _file_of(url)
     if path is None:
         yield
         return
+    if _is_folder(path):
+        raise RunFolderError(f"{path} is a folder, but a study is stored in a file; give --storage one in that folder")
     with RunFolder(path.parent).lock(f".{path.name}.lock"):
         yield
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # nobody may look: the lock says why
+        return False
 
 
 def bind_identity(study: optuna.Study, identity: Mapping[str, Any], url: str | None) -> bool:

@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optuna
 import pytest
@@ -20,7 +20,7 @@ from kvtuner.search_spaces.space import Configuration, SearchSpace
 from kvtuner.tuner import study_storage as storage_module
 from kvtuner.tuner.exact_solver import solve
 from kvtuner.tuner.study import StudyResult, refine
-from kvtuner.tuner.study_storage import open_storage, printable_url, sqlite_url, storage_errors
+from kvtuner.tuner.study_storage import StorageErrors, open_storage, printable_url, sqlite_url
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,26 +212,89 @@ def test_a_full_disk_under_a_journal_is_said(run: Run, tmp_path: Path, monkeypat
     assert len(run(url, num_trials=9).trials) == 9
 
 
-def test_an_error_of_the_objective_is_not_taken_for_the_storages(
-    random_space: Space, make_constraint: Limit, tmp_path: Path
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/data/shard-3.safetensors"),
+        BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)),
+        sqlite3.DatabaseError("file is not a database"),  # of a data set's cache
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("raised_by", ["objective", "race", "on_trial", "is_over"])
+def test_an_error_of_what_a_study_calls_is_not_taken_for_the_storages(
+    random_space: Space, make_constraint: Limit, tmp_path: Path, scheme: str, error: Exception, raised_by: str
 ) -> None:
     space, constraint = random_space(3, 0), make_constraint("7bit", 3)
+    url = f"{scheme}:///{tmp_path}/study"
 
-    def objective(configuration: Configuration) -> float:
-        raise OSError("the model's own file")
+    def fail(*_: object) -> NoReturn:
+        raise error
 
-    with pytest.raises(OSError, match="the model's own file"):
-        refine(space, constraint, objective, warm=[solve(space, constraint)], storage=f"sqlite:///{tmp_path}/study.db")
+    def refined(objective: Callable[[Configuration], float], **calls: Any) -> StudyResult:
+        return refine(space, constraint, objective, warm=[solve(space, constraint)], num_trials=4, storage=url, **calls)
+
+    with pytest.raises(type(error)) as caught:
+        refined(fail) if raised_by == "objective" else refined(lambda _: 1.0, **{raised_by: fail})
+    assert caught.value is error
+    assert len(refined(lambda _: 1.0).trials) == 4
 
 
-def test_a_path_that_is_a_folder_is_refused(run: Run, tmp_path: Path) -> None:
-    assert "choose another folder" in refusal(run, f"sqlite:///{tmp_path}")
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+def test_a_path_that_is_a_folder_is_refused_and_not_to_be_deleted(run: Run, tmp_path: Path, scheme: str) -> None:
+    message = refusal(run, f"{scheme}:///{tmp_path}")
+    assert f"{tmp_path} is a folder" in message
+    assert "give --storage one in that folder" in message
+    assert "delete" not in message
+    assert not list(tmp_path.parent.glob(".*.lock"))
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.EACCES, "make it writable"),
+        (errno.EROFS, "make it writable"),
+        (errno.EISDIR, "choose another folder"),
+        (errno.EDQUOT, "free some space"),
+        (errno.EIO, "see to that and run the same command again"),
+        (errno.ESTALE, "see to that and run the same command again"),
+    ],
+)
+def test_a_journal_that_cannot_be_read_is_not_to_be_deleted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    url = f"journal:///{tmp_path}/a folder that is locked/study.log"  # words of a path say nothing
+    run(url)
+
+    def unreadable(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number), "a folder that is locked/study.log")
+
+    for when in ("read_logs", "append_logs"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"optuna.storages.journal.JournalFileBackend.{when}", unreadable)
+            message = refusal(run, url, num_trials=9)
+        assert says in message
+        assert "delete" not in message
+    assert len(run(url, num_trials=9).trials) == 9
+
+
+@pytest.mark.parametrize("reason", ["disk I/O error", "locking protocol", "interrupted", "a message of a later SQLite"])
+def test_only_a_database_that_does_not_parse_is_to_be_deleted(tmp_path: Path, reason: str) -> None:
+    storage = StorageErrors(f"sqlite:///{tmp_path}/study.db")
+    with pytest.raises(RunFolderError, match="see to that and run the same command again") as caught, storage.named():
+        raise OperationalError("SELECT 1", None, sqlite3.OperationalError(reason))
+    assert "delete" not in str(caught.value)
+    with pytest.raises(RunFolderError, match="delete it"), storage.named():
+        raise OperationalError("SELECT 1", None, sqlite3.DatabaseError("database disk image is malformed"))
 
 
 @pytest.mark.parametrize("content", [b"no journal\n", b'{"op_code": 99}\n', b"\xff\xfe\n", b"[1, 2]\n"])
 def test_a_damaged_journal_is_refused(run: Run, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "study.log").write_bytes(content * 3)
-    assert "no journal of a study" in refusal(run, f"journal:///{tmp_path}/study.log")
+    message = refusal(run, f"journal:///{tmp_path}/study.log")
+    assert "no journal of a study" in message
+    assert "delete it" in message
 
 
 @pytest.mark.parametrize("url", ["study.db", "", "nosuchdatabase://host/name"])
@@ -283,7 +346,7 @@ def test_a_database_that_cannot_be_reached_is_not_to_be_deleted() -> None:
     refused = OperationalError("connect", None, ConnectionRefusedError("connection refused"))
     with (
         pytest.raises(RunFolderError, match=r"connection refused.*check the URL") as caught,
-        storage_errors("postgresql://me:secret@there/studies"),
+        StorageErrors("postgresql://me:secret@there/studies").named(),
     ):
         raise refused
     assert "delete" not in str(caught.value)
