@@ -1,4 +1,8 @@
-"""The heartbeat of a trial's worker, and whether that still lives. Knows nothing of what trials measure."""
+"""The heartbeat of a trial's worker, and whether that still lives. Knows nothing of what trials measure.
+
+Claims (`work_claims`) tell the same of workers of one run folder, in a file of it. Trials need their own heartbeats, in
+the study's storage: that is all that workers of two run folders have in common.
+"""
 
 from __future__ import annotations
 

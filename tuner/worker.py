@@ -1,4 +1,9 @@
-"""A worker of a study: takes trials, measures them, gives back those that it cannot measure. Knows no models."""
+"""A worker of a study: takes trials, measures them, gives back those that it cannot measure. Knows no models.
+
+Of one run folder a single worker at a time takes trials, by a claim. Here several may: those of two run folders with
+one storage, or of one that was taken for lost and lives. For them are tickets, twins and the check for surplus trials;
+that a trial's worker is lost is also what a study learns that is resumed after a kill.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ from kvtuner.tuner.trials import (
 from kvtuner.workers.worker_identity import worker_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import optuna
     from optuna.trial import FrozenTrial
@@ -47,6 +52,10 @@ POLL_S: Final = 0.2
 
 FAILURE_VIOLATION: Final = 1.0
 """The value that the sampler gets for a configuration without a finite KL: as bad as twice the budget."""
+
+
+class _GivenUpError(Exception):
+    """The trial of this worker was ended by another one, which took it for lost."""
 
 
 class Worker:
@@ -130,24 +139,40 @@ class Worker:
     def _run_trial(self, num_trials: int, *, is_sampling: bool) -> TrialRecord | None:
         trial = self._study.ask()
         try:
-            trial.set_user_attr(WORKER, self._id)
-            trials = self._trials()
-            if is_surplus(trials, trial.number, num_trials, is_sampling=is_sampling):
-                self._release(trials[trial.number])
-                return None
-            self._tried = self._reader.values_of(other for other in trials if other.number != trial.number)
-            # Optuna asks the sampler only for parameters that are not fixed; it has to know of warm starts too.
-            _ = trial.relative_params
-            for name, distribution in self.distributions.items():
-                trial.suggest_int(name, distribution.low, distribution.high)
-            self._await_twins(trial, 1 + max(map(ticket_of, trials)))
-            return self._evaluate(trial)
-        except BaseException as error:
-            with contextlib.suppress(*STORAGE_ERRORS):
-                is_own = self._release(self._trials()[trial.number])
-                if not is_own and isinstance(error, RuntimeError):  # Optuna's, for changing an ended trial
-                    return None
+            with self._changing(trial):
+                is_decided = self._decide(trial, num_trials, is_sampling=is_sampling)
+            return self._evaluate(trial) if is_decided else None
+        except _GivenUpError:
+            return None
+        except BaseException:
+            with contextlib.suppress(*STORAGE_ERRORS, OSError):
+                self._release(self._trials()[trial.number])
             raise
+
+    @contextlib.contextmanager
+    def _changing(self, trial: optuna.Trial) -> Iterator[None]:
+        """Change a trial, where nothing is measured; `_GivenUpError` if that fails since another worker ended it."""
+        try:
+            yield
+        except RuntimeError as error:  # Optuna's, among others
+            if not self._trials()[trial.number].state.is_finished():
+                raise
+            raise _GivenUpError from error
+
+    def _decide(self, trial: optuna.Trial, num_trials: int, *, is_sampling: bool) -> bool:
+        """Choose what a trial measures, and wait for those that measure the same; False if it came too late."""
+        trial.set_user_attr(WORKER, self._id)
+        trials = self._trials()
+        if is_surplus(trials, trial.number, num_trials, is_sampling=is_sampling):
+            self._release(trials[trial.number])
+            return False
+        self._tried = self._reader.values_of(other for other in trials if other.number != trial.number)
+        # Optuna asks the sampler only for parameters that are not fixed; it has to know of warm starts too.
+        _ = trial.relative_params
+        for name, distribution in self.distributions.items():
+            trial.suggest_int(name, distribution.low, distribution.high)
+        self._await_twins(trial, 1 + max(map(ticket_of, trials)))
+        return True
 
     def _await_twins(self, trial: optuna.Trial, ticket: int) -> None:
         """Wait for what others measure of the same configuration, and learn its value.
@@ -202,9 +227,10 @@ class Worker:
                 value = self._measure(trial, indices) if twin_kl is None else _finite(twin_kl)
             except NonFiniteActivationError as error:
                 violation, outcome[FAILURE] = FAILURE_VIOLATION, str(error)
-        set_violation(trial, violation)
-        trial.set_user_attr(LAYERS, layer_texts(configuration, [menu.layer for menu in self._space.menus]))
-        trial.set_user_attr(OUTCOME, outcome)
+        with self._changing(trial):
+            set_violation(trial, violation)
+            trial.set_user_attr(LAYERS, layer_texts(configuration, [menu.layer for menu in self._space.menus]))
+            trial.set_user_attr(OUTCOME, outcome)
         ended = self._end(trial.number, value)
         return None if ended is None else self._reader.record(ended)
 
@@ -267,6 +293,11 @@ class Worker:
         try:
             return self._study.tell(number, value, state=TrialState.FAIL if value is None else None)
         except (ValueError, RuntimeError):
+            # Others fail what is this worker's to finish. Where its sampler raises, Optuna finishes it all the same;
+            # after a trial that failed samplers do nothing.
+            state = self._trials()[number].state
+            if not state.is_finished() or (value is not None and state == TrialState.COMPLETE):
+                raise
             return None
 
     def _trials(self) -> list[FrozenTrial]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
 PAIRS = [PrecisionPair(2, 2), PrecisionPair(4, 4), PrecisionPair(8, 8)]
 NUM_TRIALS, NUM_WARM, NUM_LAYERS = 30, 8, 4
+TEST_IDENTITY = {"test": 1}
 
 # A worker as its own process. It writes a line for each measurement that it begins, and takes a while for it.
 WORKER = """
@@ -91,7 +92,9 @@ def wait_for_lines(log: Path, count: int, worker: subprocess.Popen[str]) -> None
         time.sleep(0.01)
 
 
-def resume(space: SearchSpace, constraint: Constraint, url: str) -> StudyResult:
+def resume(
+    space: SearchSpace, constraint: Constraint, url: str, identity: Mapping[str, int] = TEST_IDENTITY
+) -> StudyResult:
     return refine(
         space,
         constraint,
@@ -99,7 +102,7 @@ def resume(space: SearchSpace, constraint: Constraint, url: str) -> StudyResult:
         warm=warm_of(space),
         num_trials=NUM_TRIALS,
         storage=url,
-        identity={"test": 1},
+        identity=identity,
     )
 
 
@@ -348,11 +351,48 @@ def test_a_worker_whose_trial_was_given_up_drops_it_and_goes_on(
     assert set(warm_of(space)) <= {trial.configuration for trial in result.trials}
 
 
+@pytest.mark.parametrize("is_given_up", [False, True])
 def test_an_error_of_the_objective_is_not_taken_for_a_trial_given_up(
-    space: SearchSpace, constraint: Constraint
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, is_given_up: bool
 ) -> None:
+    url = f"journal:///{tmp_path}/study"
+
     def objective(configuration: Configuration) -> float:
+        if is_given_up:
+            optuna.load_study(study_name="kvtuner", storage=open_storage(url)).tell(0, state=TrialState.FAIL)
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        refine(space, constraint, objective, warm=warm_of(space))
+        refine(space, constraint, objective, warm=warm_of(space), num_trials=NUM_TRIALS, storage=url)
+    assert len(resume(space, constraint, url, identity={}).trials) == NUM_TRIALS
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_an_error_of_the_sampler_is_not_taken_for_a_trial_given_up(
+    space: SearchSpace, constraint: Constraint, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    study = optuna.create_study()
+    worker = Worker(study, space, constraint, predicted_score)
+    worker.enqueue(warm_of(space))
+
+    def fail(*_: object) -> None:
+        raise error("of the sampler")
+
+    monkeypatch.setattr(study.sampler, "after_trial", fail)
+    with pytest.raises(error, match="of the sampler"):
+        worker.work(NUM_WARM, is_sampling=False)
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_trial_that_ended_meanwhile_is_not_given_up_again(
+    space: SearchSpace, constraint: Constraint, is_finished: bool
+) -> None:
+    study = optuna.create_study()
+    worker = Worker(study, space, constraint, predicted_score)
+    worker.enqueue(warm_of(space)[:1])
+    trial = study.ask()
+    seen = copy.deepcopy(study.trials[0])
+    assert seen.state == TrialState.RUNNING
+    study.tell(trial, 0.5 if is_finished else None, state=None if is_finished else TrialState.FAIL)
+    assert not worker._release(seen)
+    assert len(study.trials) == 1, "it was queued a second time"
