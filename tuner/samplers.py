@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SamplerName = Literal["nsga2", "tpe", "random", "none"]
 
 POPULATION_SIZE: Final = 24
-"""Individuals in a generation of NSGA-II. Of Optuna's default of 50, 100 trials would make two generations."""
+"""Individuals in a generation of NSGA-II. With Optuna's default of 50 a search would by default end with the first."""
 
 # Proposals for one trial at most. One of TPE takes a hundred times as long as one of the others.
 _NUM_PROPOSALS: Final[dict[SamplerName, int]] = {"nsga2": 20, "tpe": 5, "random": 20, "none": 1}

@@ -50,8 +50,8 @@ def refine(
     objective: Callable[[Configuration], float],
     *,
     warm: Sequence[Configuration],
+    num_trials: int,
     sampler: SamplerName = "nsga2",
-    num_trials: int = 100,
     seed: int = 0,
     storage: str | None = None,
     study_name: str = "kvtuner",
@@ -75,8 +75,8 @@ def refine(
             not finite, by its value or by `NonFiniteActivationError`, is a finished trial that never wins.
         warm: tried first, in this order, as `SearchSpace.project` sees them; those that break the budget are
             left out.
-        sampler: proposes the rest; "none" ends after the warm starts.
         num_trials: finished trials of the whole study, not of this worker.
+        sampler: proposes the rest; "none" ends after the warm starts.
         seed: The seed of the sampler.
         storage: URL for `open_storage`; None is memory.
         study_name: one per budget.

@@ -169,7 +169,8 @@ def test_a_worker_that_joins_with_the_same_seed_proposes_other_trials(
 
     shared, alone = f"journal:///{tmp_path}/study", configurations(12, None)
     assert configurations(6, shared) == alone[:6], "the first worker takes the seed as it is"
-    assert configurations(12, shared)[6:] not in (alone[:6], alone[6:])
+    # Of 7,776 configurations 6 meet one of 12 by chance in 1 of 100 runs, two of them in 1 of 20,000.
+    assert len(set(configurations(12, shared)[6:]) & set(alone)) <= 1
 
 
 def test_every_other_trial_is_the_surrogates(space: SearchSpace, constraint: Constraint, landscape: Landscape) -> None:
@@ -290,7 +291,7 @@ def test_warm_starts_that_repeat_or_break_the_budget_are_left_out(make_space: Sp
     space = make_space(3, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH])
     landscape = Landscape(make_constraint("4bit", 3))
     warm = [space.configuration(i) for i in ([2, 2, 2], [1, 1, 1], [0, 1, 2], [1, 1, 1], [0, 0, 2])]
-    refine(space, landscape.constraint, landscape, warm=warm, sampler="none")
+    refine(space, landscape.constraint, landscape, warm=warm, sampler="none", num_trials=5)
     assert landscape.measured == [warm[1], warm[4]]
 
 
