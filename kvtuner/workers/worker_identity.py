@@ -11,6 +11,7 @@ from typing import Final
 HEARTBEAT_S: Final = 20.0
 GRACE_S: Final = 90.0
 """The silence of a worker on another machine after which it counts as lost."""
+_UNREADABLE: Final = "?"
 
 
 def worker_id() -> str:
@@ -21,7 +22,10 @@ def worker_id() -> str:
 def has_ended(worker: str) -> bool:
     """Whether a worker is known to have ended; one on another machine is not known."""
     machine, pid, start = worker.split("|")
-    return machine == _machine() and _start_of(int(pid)) != start
+    if machine != _machine():
+        return False
+    found = _start_of(int(pid))
+    return not found or (found != start and _UNREADABLE not in (found, start))
 
 
 def _machine() -> str:
@@ -33,16 +37,17 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Start time of a process in clock ticks, "?" where that cannot be read, "" if it has ended."""
+    """Start time of a process in clock ticks, `_UNREADABLE` where the system does not tell it, "" if it has ended."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        return "?"
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "?"
-    # Fields 3 and 22 of proc(5): the state, a zombie or dead, and the start. The name before them may hold spaces.
-    return "" if fields[0] in "ZX" else fields[19]
+        # The name before these fields may hold spaces, and bytes of any kind.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:  # it has ended, or is hidden
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass  # it is there, but another user's
+        return _UNREADABLE
+    # Fields 3 and 22 of proc(5): the state, a zombie or dead, and the start.
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
