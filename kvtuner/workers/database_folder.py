@@ -11,6 +11,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import (
+    URL,
     BigInteger,
     Column,
     Integer,
@@ -24,7 +25,14 @@ from sqlalchemy import (
     make_url,
     select,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    SQLAlchemyError,
+)
 
 from kvtuner.errors import RunFolderError
 from kvtuner.run_folder import LockedLog, LostLockError, RunFolder, read_line, with_checksum
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
 PATIENCE_S: Final = 60.0
 """The time that a database may be away, as while it restarts."""
 _RETRY_S: Final = 0.5
+_ROLLED_BACK: Final = "40"
+"""The class of SQL states by which a database asks to begin a transaction again, such as one of a deadlock."""
 _NAME: Final = 255
 _METADATA: Final = MetaData()
 _LINES: Final = Table(
@@ -69,22 +79,30 @@ Answer = TypeVar("Answer")
 class DatabaseFolder(RunFolder):
     """A run folder of which the database has the logs and the checked files, under the folder's last name.
 
-    A line is in the database when `append` returns, or an error says that it may not be. While the database is away
-    every call waits for up to `PATIENCE_S`; what is written again then is there once.
+    A line is in the database when `append` returns, or an error says that it may not be. While a database that was
+    there is away every call waits for up to `PATIENCE_S`; what is written again then is there once. Whatever else it
+    refuses is an error at once.
     """
 
     def __init__(self, path: Path | str, url: str) -> None:
         """Open or make the tables; processes may do so at the same time.
 
         Raises:
-            RunFolderError: The database cannot be reached, or its driver is not installed.
+            RunFolderError: The database cannot be reached or lets nobody in, or its driver is not installed.
         """
         super().__init__(path)
         self._run = self.path.resolve().name
         self._engine = _open(url)
         self._known_locks = set[str]()
-        self._shown = make_url(url).render_as_string(hide_password=True)
-        self._patiently(self._create_tables)
+        self._url = make_url(url)
+        try:
+            self._engine.connect().close()
+            self._patiently(self._create_tables)
+        except SQLAlchemyError as error:
+            raise self._refusal(error, "check the URL, and that the database is there and lets you in") from error
+        except RunFolderError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -151,7 +169,7 @@ class DatabaseFolder(RunFolder):
         """
         text = self._document(name)
         if text is None:
-            raise RunFolderError(f"{self._shown} has no {name} of {self._run}; run kvtuner calibrate first")
+            raise RunFolderError(f"{_shown(self._url)} has no {name} of {self._run}; run kvtuner calibrate first")
         self.create()
         if not self.file(name).exists() or self.file(name).read_text(encoding="utf-8") != text:
             self.file(name).write_text(text, encoding="utf-8")
@@ -160,7 +178,7 @@ class DatabaseFolder(RunFolder):
     def _create_tables(self) -> None:
         try:
             _METADATA.create_all(self._engine)
-        except (IntegrityError, DBAPIError):  # another process makes them at this moment
+        except DBAPIError:  # another process may make them at this moment; if it is something else, it comes again
             time.sleep(_RETRY_S)
             _METADATA.create_all(self._engine)
 
@@ -215,13 +233,19 @@ class DatabaseFolder(RunFolder):
             try:
                 return use()
             except SQLAlchemyError as error:
-                if not isinstance(error, DBAPIError) or time.monotonic() > deadline:
-                    reason = str(getattr(error, "orig", None) or error).splitlines()[0]
-                    raise RunFolderError(
-                        f"the run in {self._shown} cannot be used ({reason}): check the URL and that the database is"
-                        " there, and run the same command again to resume"
-                    ) from error
+                if not _may_pass(error):
+                    way_out = "have the database allow or mend that, and run the same command again to resume"
+                    raise self._refusal(error, way_out) from error
+                if time.monotonic() > deadline:
+                    way_out = "see that the database is there, and run the same command again to resume"
+                    raise self._refusal(error, way_out) from error
                 time.sleep(_RETRY_S)
+
+    def _refusal(self, error: SQLAlchemyError, way_out: str) -> RunFolderError:
+        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        if self._url.password:
+            reason = reason.replace(str(self._url.password), "***")
+        return RunFolderError(f"the run in {_shown(self._url)} cannot be used ({reason}): {way_out}")
 
 
 class LockedRows(LockedLog):
@@ -238,11 +262,24 @@ class LockedRows(LockedLog):
         """Nothing more than leaving the lock does."""
 
 
+def _may_pass(error: SQLAlchemyError) -> bool:
+    """Whether a connection was lost, or could not be made, or the database gave a transaction up for another one."""
+    if not isinstance(error, DBAPIError):
+        return False
+    is_transport = error.statement is None and isinstance(error, OperationalError | InterfaceError)
+    is_given_up = str(getattr(error.orig, "sqlstate", None)).startswith(_ROLLED_BACK)
+    return error.connection_invalidated or is_transport or is_given_up
+
+
+def _shown(url: URL) -> str:
+    return url.render_as_string(hide_password=True)
+
+
 def _open(url: str) -> Engine:
     try:
         return create_engine(url, pool_pre_ping=True, pool_recycle=1800)
     except (ArgumentError, ImportError, ValueError) as error:
         raise RunFolderError(
-            f"{make_url(url).render_as_string(hide_password=True)} cannot be opened ({error}); for PostgreSQL:"
+            f"{_shown(make_url(url))} cannot be opened ({error}); for PostgreSQL:"
             " pip install 'kvtuner[postgresql]', and postgresql+psycopg://user:password@host/name"
         ) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import make_url, text
 
 from kvtuner.errors import RunFolderError
 from kvtuner.journal import Journal
@@ -129,7 +132,10 @@ def test_claims_are_exclusive(open_folder: OpenFolder, tmp_path: Path) -> None:
 
 
 def _work(path: str, url: str, seed: int, num_items: int, most_s: float) -> None:
-    folder, rng = DatabaseFolder(path, url), random.Random(seed)
+    folder, rng = None, random.Random(seed)
+    while folder is None:  # it is refused where the database is away, and started again
+        with contextlib.suppress(RunFolderError):
+            folder = DatabaseFolder(path, url)
     journal = Journal(folder, "numbers", "mine")
 
     def measure(keys: Sequence[int]) -> None:
@@ -180,12 +186,74 @@ def test_workers_and_the_database_killed_at_random_lose_nothing(
     assert kills >= least_kills
 
 
-def test_a_database_that_stays_away_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_stays_away_is_an_error_with_a_way_out(
+    open_folder: OpenFolder, postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path / "run-h")
     monkeypatch.setattr(database_folder, "PATIENCE_S", 1.0)
-    url = "postgresql+psycopg://me:secret@127.0.0.1:1/none"
-    with pytest.raises(RunFolderError, match="run the same command again to resume") as refused:
-        DatabaseFolder(tmp_path / "run", url)
-    assert "secret" not in str(refused.value)
+    postgresql.kill()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(RunFolderError, match="see that the database is there, and run the same command again"):
+            list(folder.records("log"))
+    finally:
+        postgresql.start()
+    assert time.monotonic() - begun >= 1.0
+    assert list(folder.records("log")) == []
+
+
+@pytest.mark.parametrize("port", [None, 1], ids=["whom it does not know", "where none is"])
+def test_a_database_that_does_not_let_one_in_refuses_at_once(
+    postgresql: PostgreSQL, tmp_path: Path, port: int | None
+) -> None:
+    url = make_url(postgresql.url).set(username="nobody", password="to", **({"port": port} if port else {}))
+    begun = time.monotonic()
+    with pytest.raises(
+        RunFolderError, match="check the URL, and that the database is there and lets you in"
+    ) as refused:
+        DatabaseFolder(tmp_path / "run", url.render_as_string(hide_password=False))
+    assert time.monotonic() - begun < database_folder.PATIENCE_S / 4
+    assert "nobody:***@" in str(refused.value)
+    assert ("does not exist" if port is None else "refused") in str(refused.value)
+    assert "to" not in re.split(r"\W+", str(refused.value)), "a password that is a word of the reason"
+
+
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_what_a_database_does_not_allow_is_refused_at_once(
+    open_folder: OpenFolder, postgresql: PostgreSQL, tmp_path: Path, has_tables: bool
+) -> None:
+    folder = open_folder(tmp_path / "run-i")
+    if not has_tables:
+        database_folder._METADATA.drop_all(folder._engine)
+    with folder._engine.begin() as connection:
+        connection.execute(text("CREATE ROLE guest LOGIN"))
+    begun = time.monotonic()
+    try:
+        with pytest.raises(RunFolderError, match=r"permission denied.*have the database allow"):
+            guest = DatabaseFolder(tmp_path / "run", postgresql.url.replace("kvtuner@", "guest@"))
+            with contextlib.closing(guest):
+                guest.append("log", {"number": 1})
+    finally:
+        with folder._engine.begin() as connection:
+            connection.execute(text("DROP ROLE guest"))
+        database_folder._METADATA.create_all(folder._engine)
+    assert time.monotonic() - begun < database_folder.PATIENCE_S / 4
+
+
+def test_a_transaction_that_was_given_up_for_another_is_tried_again(
+    open_folder: OpenFolder, postgresql: PostgreSQL, tmp_path: Path
+) -> None:
+    folder, asked = open_folder(tmp_path / "run-j"), list[int]()
+    statement = "DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$"
+
+    def use() -> int:
+        asked.append(len(asked))
+        if len(asked) < 3:
+            with folder._engine.begin() as connection:
+                connection.execute(text(statement))
+        return len(asked)
+
+    assert folder._patiently(use) == 3
 
 
 def test_a_driver_that_is_missing_is_named(tmp_path: Path) -> None:
