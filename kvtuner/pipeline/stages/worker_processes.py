@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
-from kvtuner.errors import OptionError
+from kvtuner.errors import KVTunerError, OptionError
 from kvtuner.pipeline.options import CalibrateOptions
 from kvtuner.pipeline.progress import say
 
@@ -201,8 +202,11 @@ def _wait_for_work(tasks: Connection, module: str | None) -> None:
         sys.stderr = sys.stdout = log
         try:
             help_with(options, place)
-        except Exception as error:
+        except KVTunerError as error:
             print(f"{type(error).__name__}: {error}", file=log)
+            sys.exit(1)
+        except Exception:  # of which nobody else will know where it came from
+            traceback.print_exc(file=log)
             sys.exit(1)
 
 

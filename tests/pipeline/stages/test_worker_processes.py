@@ -58,6 +58,30 @@ if __name__ == "__main__":
                     time.sleep(0.05)
     print("children:", multiprocessing.active_children())
 """
+FAILING_SCRIPT = """
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+from kvtuner.errors import RunFolderError
+from kvtuner.pipeline.options import CalibrateOptions
+from kvtuner.pipeline.stages.worker_processes import workers_beside
+from kvtuner.run_folder import RunFolder
+
+
+def fail(options, place):
+    if place.number == 1:
+        raise RunFolderError("the disk is full; free some space")
+    raise KeyError("a layer that nobody has")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with workers_beside(CalibrateOptions(workers=3), RunFolder(folder), fail):
+        while multiprocessing.active_children():
+            time.sleep(0.05)
+"""
 JOURNALS = {
     STATISTICS: ("batch",),
     CANDIDATES: ("batch",),
@@ -193,6 +217,19 @@ def test_workers_wait_with_what_they_import_or_are_started_with_their_work(tmp_p
         for name, has_imported in (("started", False), ("waiting", True)):
             log = (tmp_path / name / f"worker-{number}.log").read_text()
             assert log == f"worker {number} of 3 for 1: {has_imported}\n"
+
+
+def test_a_worker_that_fails_leaves_its_traceback_unless_the_error_is_a_refusal(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING_SCRIPT)
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused, failed = ((tmp_path / f"worker-{number}.log").read_text() for number in (1, 2))
+    assert refused == "RunFolderError: the disk is full; free some space\n"
+    assert failed.startswith("Traceback (most recent call last):\n")
+    assert f'File "{script}"' in failed
+    assert "in fail\n" in failed
+    assert failed.endswith("KeyError: 'a layer that nobody has'\n")
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0])
