@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 STUDY_FILE: Final = "study.db"
 REFINEMENTS: Final = "refinements.jsonl"
-"""The refinements that have ended: until then one worker proposes trials, and the others measure them with it."""
+"""The refinements that have ended, with the number of their trials.
+
+Until then one worker proposes trials, and the others measure them with it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,23 +210,27 @@ class BudgetSearch:
         So its trials are the same however many workers there are. If that worker ends, another one goes on.
         """
         options, studies = self.run.options, list[StudyResult]()
-        is_limited = options.time_limit is not None
-        limits = [options.refinement_trials, *([options.time_limit] if is_limited else [])]
-        identity = sha256_of([options.storage, *limits, self._identity(target)])
+        limits = {"trials": options.refinement_trials, "seconds": options.time_limit}
+        identity = sha256_of({"storage": options.storage, "limits": limits, "study": self._identity(target)})
         ended = Journal(self.run.folder, REFINEMENTS, identity)
 
         def propose(keys: Sequence[str]) -> None:
-            studies.append(self._refine(target, constraint, space, warm, self._is_over(target)))
-            ended.append(*({"key": key} for key in keys))
+            is_over = self._is_over(target)
+            study = self._refine(target, constraint, space, warm, num_trials=options.refinement_trials, is_over=is_over)
+            studies.append(study)
+            ended.append(*({"key": key, "trials": len(study.trials)} for key in keys))
 
         WorkQueue[str](ended, measure=propose).finish([target.name], meanwhile=self.objective.help)
-        # Where another worker proposed, its trials are all there are, however few a time limit left.
-        return studies[0] if studies else self._refine(target, constraint, space, warm, lambda: is_limited)
+        if studies:
+            return studies[0]
+        # Where another worker proposed, its trials are all there are, however few a time limit left; as many again
+        # where the study was deleted since.
+        return self._refine(target, constraint, space, warm, num_trials=ended.record(target.name)["trials"])
 
-    def _is_over(self, target: SearchTarget) -> Callable[[], bool]:
-        """Whether the refinement's time has passed; says what it has."""
+    def _is_over(self, target: SearchTarget) -> Callable[[], bool] | None:
+        """Whether the refinement's time has passed, None without a limit; says what it has."""
         if self.limit is None:
-            return lambda: False
+            return None
         phases = self.run.phases
         given = self.limit.refinement(f"refinement {target.asked}", phases.passes, phases.seconds)
         self.run.folder.log("time limit", asked=target.asked, seconds=given.seconds, rest=given.rest)
@@ -242,12 +249,14 @@ class BudgetSearch:
         constraint: Constraint,
         space: SearchSpace,
         warm: Sequence[Configuration],
-        is_over: Callable[[], bool],
+        *,
+        num_trials: int,
+        is_over: Callable[[], bool] | None = None,
     ) -> StudyResult:
         options = self.run.options
         identity = self._identity(target)
         storage = options.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
-        with ProgressBar(total=options.refinement_trials, desc=f"refine {target.asked}", unit="trial") as bar:
+        with ProgressBar(total=num_trials, desc=f"refine {target.asked}", unit="trial") as bar:
 
             def on_trial(trial: TrialRecord) -> None:
                 bar.update(1)
@@ -261,7 +270,7 @@ class BudgetSearch:
                     objective,
                     warm=warm,
                     sampler=options.refinement_sampler,
-                    num_trials=options.refinement_trials,
+                    num_trials=num_trials,
                     seed=self.run.seed,
                     storage=storage,
                     study_name=f"{target.name}-{sha256_of(identity)[7:19]}",

@@ -18,6 +18,7 @@ import pytest
 
 from kvtuner.cli import main
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.pipeline.stages.time_limit import RefinementTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -254,6 +255,23 @@ def test_without_time_to_refine_the_exact_solution_is_validated_and_told(
     assert "--time-limit 1" in (profile.provenance.command or "")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert {event["asked"] for event in events if event["event"] == "time limit"} == {"3bit"}
+
+
+def test_a_study_that_is_deleted_after_a_limit_gets_as_many_trials_again(
+    run_search: RunCommand, model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = itertools.count(1)
+    monkeypatch.setattr(RefinementTime, "is_over", lambda _: next(asked) > 4)  # before each trial but the first
+    flags = ("--model", model_folder("llama-gqa"), "--budget", "3bit", "--trials", "30", "--no-report")
+    profiles = []
+    for _ in range(2):
+        status, _, stderr = run_search(*flags, "--time-limit", "1h", "--out", tmp_path / "run")
+        assert status == 0
+        assert "refinement 3bit: 5 of 30 trials; the time limit left out the others" in stderr
+        assert finished_trials(tmp_path / "run/study.db") == 5
+        profiles.append((tmp_path / "run/profile.json").read_bytes())
+        (tmp_path / "run/study.db").unlink()
+    assert profiles[0] == profiles[1]
 
 
 def test_a_limit_that_is_long_enough_changes_nothing(search: Search, tmp_path: Path) -> None:
