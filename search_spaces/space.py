@@ -46,8 +46,8 @@ Configuration = tuple[LayerChoice, ...]
 class LayerMenu:
     """The choices of one layer, by ascending bytes.
 
-    If pruned, no choice is beaten by another in bytes, payload bits and score at once. Where bytes grow with
-    payload bits, as they do unless rows are padded, that is the Pareto set of bytes and score.
+    In a menu of `build_space` no choice is beaten by another in bytes, payload bits and score at once. Where bytes grow
+    with payload bits, as they do unless rows are padded, that is the Pareto set of bytes and score.
     """
 
     layer: int
@@ -158,12 +158,11 @@ def build_space(
     keep: Mapping[int, PrecisionPair] | None = None,
     groups: bool = False,
     stages: Sequence[range] = (),
-    prune: bool = True,
 ) -> SearchSpace:
     """The menu of every layer: all pairs of the widths measured and 16 bits, each side with its best-scoring transform.
 
-    Bytes are those of rows of `shape`, of one rank. `keep` forces the pair of some layers, and `prune` drops dominated
-    pairs. `groups` ties layers that are alike, as the paper does, but none of two pipeline stages; all layers are one
+    Bytes are those of rows of `shape`, of one rank. `keep` forces the pair of some layers; dominated pairs are left
+    out. `groups` ties layers that are alike, as the paper does, but none of two pipeline stages; all layers are one
     stage by default. They are compared by e_o whatever `score` is, for the clustering distance of 0.05 is in its unit.
 
     Raises:
@@ -174,7 +173,7 @@ def build_space(
     keep = keep or {}
     ids, num_layers = table.geometry.ids, table.geometry.num_layers
     check_layers(keep, ids)
-    menus = tuple(_menu(table, score, shape, layer, keep.get(layer), prune) for layer in ids)
+    menus = tuple(_menu(table, score, shape, layer, keep.get(layer)) for layer in ids)
     partition: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(num_layers))
     if groups:
         # A forced layer has nothing to share: its layer id makes its menu differ from all others.
@@ -224,12 +223,10 @@ def all_pairs(table: SensitivityTable) -> list[PrecisionPair]:
 
 
 def _menu(
-    table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, kept: PrecisionPair | None, prune: bool
+    table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, kept: PrecisionPair | None
 ) -> LayerMenu:
     pairs = all_pairs(table) if kept is None else [kept]
-    choices = [_choice(table, score, shape, layer, pair) for pair in pairs]
-    if prune:
-        choices = _pareto(choices, shape)
+    choices = _pareto([_choice(table, score, shape, layer, pair) for pair in pairs], shape)
     # Not by score: layers with the same pairs have them in the same order, as groups need it.
     return LayerMenu(layer, tuple(sorted(choices, key=lambda c: (c.cost_bytes, shape.payload_bits(c.pair), c.pair))))
 

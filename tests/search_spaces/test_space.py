@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from kvtuner.errors import RunFolderError, SearchSpaceError
 from kvtuner.precision import ALL_BITS, PACKED_BITS, SEARCHED_BITS, PrecisionPair, RowShape
 from kvtuner.search_spaces.space import (
     LayerChoice,
+    LayerMenu,
     SearchSpace,
+    all_pairs,
     build_space,
     configuration_from_pairs,
     pairs_of,
@@ -112,18 +115,12 @@ def test_a_dearer_pair_of_the_same_score_is_pruned_and_stood_for_by_one_of_no_mo
 def test_tensor_parallelism_changes_the_bytes_of_the_menu(random_table: Table) -> None:
     table = random_table(2, 0)
     shapes = [table.geometry.row_shape(tp_size=tp_size) for tp_size in (1, 2)]
-    menus = [build_space(table, "kl", shape, prune=False).menus[0] for shape in shapes]
+    menus = [build_space(table, "kl", shape).menus[0] for shape in shapes]
     whole, rank = ({choice.pair: choice.cost_bytes for choice in menu.choices} for menu in menus)
     pair = PrecisionPair(2, 2)
     # Two heads: 2 * (16 + 4) = 40 -> 48 bytes a side; one head: 20 -> 32.
     assert (whole[pair], rank[pair]) == (96, 64)
     assert 2 * rank[pair] > whole[pair]
-
-
-def test_unpruned_menus_hold_all_pairs_once(random_table: Table) -> None:
-    table = random_table(2, 0)
-    for menu in build_space(table, "kl", table.geometry.row_shape(), prune=False).menus:
-        assert sorted(menu.pairs) == sorted(PAIRS)
 
 
 def test_each_score_has_its_own_menu(random_table: Table) -> None:
@@ -209,8 +206,9 @@ def test_projection_replaces_pruned_pairs_by_better_ones_that_cost_no_more(rando
 def test_projection_keeps_forced_layers_and_ties(random_table: Table) -> None:
     table = random_table(3, 0)
     shape = table.geometry.row_shape()
-    free = build_space(table, "kl", shape, keep={0: NATIVE}, prune=False)
-    tied = SearchSpace(free.menus, ((0,), (1, 2)), shape)
+    forced = tuple(choice for choice in every_choice(table, 0, shape) if choice.pair == NATIVE)
+    free = [tuple(every_choice(table, layer, shape)) for layer in (1, 2)]
+    tied = SearchSpace(tuple(LayerMenu(i, choices) for i, choices in enumerate([forced, *free])), ((0,), (1, 2)), shape)
     pairs = [PrecisionPair(2, 2), PrecisionPair(4, 4), PrecisionPair(8, 2)]
     given = tied.configuration(tied.project(configuration_from_pairs(table, pairs, "kl", shape)))
     assert given[0].pair == NATIVE
@@ -221,7 +219,8 @@ def test_projection_keeps_forced_layers_and_ties(random_table: Table) -> None:
 def test_between_keeps_what_lies_between_two_configurations(random_table: Table) -> None:
     table = random_table(3, 1)
     shape = table.geometry.row_shape()
-    space = build_space(table, "kl", shape, prune=False)
+    menus = tuple(LayerMenu(layer, tuple(every_choice(table, layer, shape))) for layer in range(3))
+    space = SearchSpace(menus, ((0,), (1,), (2,)), shape)
     low = configuration_from_pairs(table, [PrecisionPair(2, 4)] * 3, "kl", shape)
     high = configuration_from_pairs(table, [PrecisionPair(8, 8)] * 3, "kl", shape)
     for menu in space.between(low, high).menus:
@@ -257,12 +256,12 @@ def test_pairs_for_another_number_of_layers_are_refused(random_table: Table) -> 
 
 
 def test_digest_names_the_space_and_not_its_scores(random_table: Table, make_table: Table) -> None:
-    def space(factor: float, **options: bool) -> SearchSpace:
+    def space(factor: float, **options: Any) -> SearchSpace:
         table = make_table(2, lambda c: CandidateScores(0, 0, 0, 0, factor / c.bits))
         return build_space(table, "kl", table.geometry.row_shape(), **options)
 
     assert space(1.0).digest() == space(2.0).digest()
-    assert space(1.0).digest() != space(1.0, prune=False).digest()
+    assert space(1.0).digest() != space(1.0, keep={1: NATIVE}).digest()
     assert space(1.0).digest() != SearchSpace(space(1.0).menus, ((0, 1),), space(1.0).shape).digest()
 
 
@@ -272,5 +271,4 @@ def test_menus_hold_the_widths_that_were_measured(random_table: Table) -> None:
     three = {replace(candidate, bits=3): score for candidate, score in table.scores.items() if candidate.bits == 2}
     table = replace(table, scores={**table.scores, **three})
     assert table.widths == PACKED_BITS
-    (menu, _) = build_space(table, "kl", table.geometry.row_shape(), prune=False).menus
-    assert set(menu.pairs) == {PrecisionPair(k, v) for k in ALL_BITS for v in ALL_BITS}
+    assert all_pairs(table) == [PrecisionPair(k, v) for k in ALL_BITS for v in ALL_BITS]
