@@ -50,18 +50,19 @@ def group_layers(
 ) -> tuple[tuple[int, ...], ...]:
     """Group the layers of each pipeline stage that have the same menu and close features.
 
-    Menus and features are by layer; features have one length for equal menus. The stages hold all layers, each once.
+    Menus and features are in the order of the tuned layers, features of one length for equal menus. Each layer stands
+    in one stage, by its place in that order.
 
     Returns:
-        A partition of the layers, in order of first layers; what DBSCAN calls noise is a group of its own.
+        A partition of the places, in order of the first ones; what DBSCAN calls noise is a group of its own.
 
     Source: KVTuner (arXiv 2502.04420), section 5.3 and table 10.
     """
     groups: list[tuple[int, ...]] = []
     for stage in stages:
-        for menu in {menus[layer] for layer in stage}:  # in any order: the groups are sorted at the end
-            layers = np.array([layer for layer in stage if menus[layer] == menu])
-            labels = dbscan(np.array([features[layer] for layer in layers], dtype=np.float64), EPS, MIN_SAMPLES)
-            groups += [(int(layer),) for layer in layers[labels == UNGROUPED]]
-            groups += [tuple(layers[labels == label].tolist()) for label in range(labels.max() + 1)]
+        for menu in {menus[place] for place in stage}:  # in any order: the groups are sorted at the end
+            places = np.array([place for place in stage if menus[place] == menu])
+            labels = dbscan(np.array([features[place] for place in places], dtype=np.float64), EPS, MIN_SAMPLES)
+            groups += [(int(place),) for place in places[labels == UNGROUPED]]
+            groups += [tuple(places[labels == label].tolist()) for label in range(labels.max() + 1)]
     return tuple(sorted(groups))

@@ -44,7 +44,7 @@ Configuration = tuple[LayerChoice, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerMenu:
-    """The choices of one layer, by ascending bytes.
+    """The choices of one layer, which has the global id `layer`, by ascending bytes.
 
     In a menu of `build_space` no choice is beaten by another in bytes, payload bits and score at once. Where bytes grow
     with payload bits, as they do unless rows are padded, that is the Pareto set of bytes and score.
@@ -61,9 +61,10 @@ class LayerMenu:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Menus of all layers in order, and groups, a partition of their places, whose layers must choose the same pair.
+    """Menus of all tuned layers by ascending ids, and groups, a partition of their places from 0 on.
 
-    The layers of a group have the same pairs to choose from. The bytes in the menus are those of rows of `shape`.
+    The layers of a group have the same pairs to choose from, and must choose the same one. Of a model with other layers
+    too, a place is no id. The bytes in the menus are those of rows of `shape`.
     """
 
     menus: tuple[LayerMenu, ...]
@@ -72,7 +73,7 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         assert [menu.layer for menu in self.menus] == sorted({menu.layer for menu in self.menus})
-        assert sorted(layer for group in self.groups for layer in group) == list(range(len(self.menus)))
+        assert sorted(place for group in self.groups for place in group) == list(range(len(self.menus)))
         assert all(self.menus[i].pairs == self.menus[group[0]].pairs for group in self.groups for i in group)
 
     @property
@@ -83,11 +84,11 @@ class SearchSpace:
     def configuration(self, indices: Sequence[int]) -> Configuration:
         """The configuration in which each group takes its choice of that index."""
         chosen = {
-            layer: self.menus[layer].choices[index]
+            place: self.menus[place].choices[index]
             for group, index in zip(self.groups, indices, strict=True)
-            for layer in group
+            for place in group
         }
-        return tuple(chosen[layer] for layer in range(len(self.menus)))
+        return tuple(chosen[place] for place in range(len(self.menus)))
 
     def project(self, configuration: Configuration) -> tuple[int, ...]:
         """Indices, one per group, of the configuration of this space that stands for any other.
@@ -101,16 +102,16 @@ class SearchSpace:
     def _project_group(self, group: tuple[int, ...], configuration: Configuration) -> int:
         pairs = self.menus[group[0]].pairs
         # The group's own pair, where all its layers have one and pruning left it.
-        wanted = {configuration[layer].pair for layer in group}
+        wanted = {configuration[place].pair for place in group}
         if len(wanted) == 1 and (pair := next(iter(wanted))) in pairs:
             return pairs.index(pair)
         fitting = [
             index
             for index in range(len(pairs))
-            if all(self._takes_no_more(self.menus[layer].choices[index], configuration[layer]) for layer in group)
+            if all(self._takes_no_more(self.menus[place].choices[index], configuration[place]) for place in group)
         ]
         # Nothing fits under a pair below that of a forced layer, which has one choice only.
-        return min(fitting or [0], key=lambda i: sum(self.menus[layer].choices[i].score for layer in group))
+        return min(fitting or [0], key=lambda i: sum(self.menus[place].choices[i].score for place in group))
 
     def _takes_no_more(self, choice: LayerChoice, other: LayerChoice) -> bool:
         payload, limit = (self.shape.payload_bits(pair) for pair in (choice.pair, other.pair))
@@ -159,11 +160,12 @@ def build_space(
     groups: bool = False,
     stages: Sequence[range] = (),
 ) -> SearchSpace:
-    """The menu of every layer: all pairs of the widths measured and 16 bits, each side with its best-scoring transform.
+    """The menu of every layer: pairs of the widths measured and 16 bits, each side with its best-scoring transform.
 
-    Bytes are those of rows of `shape`, of one rank. `keep` forces the pair of some layers; dominated pairs are left
-    out. `groups` ties layers that are alike, as the paper does, but none of two pipeline stages; all layers are one
-    stage by default. They are compared by e_o whatever `score` is, for the clustering distance of 0.05 is in its unit.
+    Dominated pairs are left out. Bytes are those of rows of `shape`, of one rank. `keep` forces the pair of some
+    layers, by their ids. `groups` ties layers that are alike, as the paper does, but none of two pipeline stages, which
+    have them by places; all layers are one stage by default. They are compared by e_o whatever `score` is, for the
+    clustering distance of 0.05 is in its unit.
 
     Raises:
         SearchSpaceError: A kept layer that the model lacks, or a score that is not finite.
@@ -174,7 +176,7 @@ def build_space(
     ids, num_layers = table.geometry.ids, table.geometry.num_layers
     check_layers(keep, ids)
     menus = tuple(_menu(table, score, shape, layer, keep.get(layer)) for layer in ids)
-    partition: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(num_layers))
+    partition: tuple[tuple[int, ...], ...] = tuple((place,) for place in range(num_layers))
     if groups:
         # A forced layer has nothing to share: its layer id makes its menu differ from all others.
         candidates = [(menu.pairs, menu.layer if menu.layer in keep else None) for menu in menus]
@@ -193,8 +195,8 @@ def configuration_from_pairs(
     """
     if len(pairs) != table.geometry.num_layers:
         raise SearchSpaceError(f"the model has {table.geometry.num_layers} layers, but {len(pairs)} pairs are given")
-    places = zip(table.geometry.ids, pairs, strict=True)
-    return tuple(_choice(table, score, shape, layer, pair) for layer, pair in places)
+    by_id = zip(table.geometry.ids, pairs, strict=True)
+    return tuple(_choice(table, score, shape, layer, pair) for layer, pair in by_id)
 
 
 def uniform(

@@ -42,11 +42,11 @@ class Front:
     def configuration(self, point: int) -> Configuration:
         """The choices of one point, in the order of the layers."""
         chosen = {
-            layer: self.space.menus[layer].choices[index]
+            place: self.space.menus[place].choices[index]
             for group, index in zip(self.groups, self.indices[point], strict=True)
-            for layer in self.space.groups[group]
+            for place in self.space.groups[group]
         }
-        return tuple(chosen[layer] for layer in sorted(chosen))
+        return tuple(chosen[place] for place in sorted(chosen))
 
     def best(self, cap: int) -> Configuration:
         """The best-scoring configuration of at most `cap`, the cheaper one of equals.
@@ -64,15 +64,17 @@ class Front:
         return point
 
 
-def solve_front(space: SearchSpace, cost: Callable[[PrecisionPair], int], layers: range | None = None) -> Front:
+def solve_front(space: SearchSpace, cost: Callable[[PrecisionPair], int], stage: range | None = None) -> Front:
     """All Pareto-optimal configurations of a pipeline stage, which no group may cross, or of all layers; exactly.
+
+    The stage has its layers by their places.
 
     Group by group, the front of the groups so far is combined with all choices of the next, and what is dominated is
     dropped. Costs of a pair in one layer are integers, so a front has no more points than there are distinct costs.
     """
-    layers = range(len(space.menus)) if layers is None else layers
-    groups = tuple(i for i, group in enumerate(space.groups) if group[0] in layers)
-    assert all(layer in layers for i in groups for layer in space.groups[i])
+    stage = range(len(space.menus)) if stage is None else stage
+    groups = tuple(i for i, group in enumerate(space.groups) if group[0] in stage)
+    assert all(place in stage for i in groups for place in space.groups[i])
     costs, scores = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float64)
     indices = np.zeros((1, 0), dtype=np.int16)
     for group in groups:
@@ -91,7 +93,7 @@ def menu_of_group(
     space: SearchSpace, group: int, cost: Callable[[PrecisionPair], int]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Costs and scores of a group's choices, summed over its layers."""
-    menus = [space.menus[layer].choices for layer in space.groups[group]]
+    menus = [space.menus[place].choices for place in space.groups[group]]
     costs = np.array([[cost(choice.pair) for choice in menu] for menu in menus], dtype=np.int64)
     scores = np.array([[choice.score for choice in menu] for menu in menus], dtype=np.float64)
     return costs.sum(axis=0), scores.sum(axis=0)

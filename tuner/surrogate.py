@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace
+from kvtuner.search_spaces.space import LayerChoice, SearchSpace
 from kvtuner.tuner.exact_solver import solve
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Surrogate:
         self._space = space
         self._constraint = constraint
         self._columns: dict[tuple[int, str, int], int] = {}
-        for group, layers in enumerate(space.groups):
-            for pair in space.menus[layers[0]].pairs:
+        for group, places in enumerate(space.groups):
+            for pair in space.menus[places[0]].pairs:
                 for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):
                     self._columns.setdefault((group, side, bits), 1 + len(self._columns))
 
@@ -87,7 +87,7 @@ class Surrogate:
     def _features(self, indices: Sequence[int]) -> NDArray[np.float64]:
         row = np.zeros(1 + len(self._columns))
         for group, index in enumerate(indices):
-            choices = [self._space.menus[layer].choices[index] for layer in self._space.groups[group]]
+            choices = [self._space.menus[place].choices[index] for place in self._space.groups[group]]
             score = sum(choice.score for choice in choices)
             row[0] += score
             row[self._columns[group, "k", choices[0].pair.k_bits]] += score
@@ -97,10 +97,10 @@ class Surrogate:
     def _best(self, deviations: NDArray[np.float64]) -> tuple[int, ...]:
         """The exact solution under scores that are multiplied by 1 + their factors' deviations."""
         menus = list(self._space.menus)
-        for group, layers in enumerate(self._space.groups):
-            for layer in layers:
-                choices = (self._corrected(group, choice, deviations) for choice in menus[layer].choices)
-                menus[layer] = LayerMenu(layer, tuple(choices))
+        for group, places in enumerate(self._space.groups):
+            for place in places:
+                choices = (self._corrected(group, choice, deviations) for choice in menus[place].choices)
+                menus[place] = replace(menus[place], choices=tuple(choices))
         corrected = SearchSpace(tuple(menus), self._space.groups, self._space.shape)
         return corrected.project(solve(corrected, self._constraint))
 

@@ -63,20 +63,21 @@ class TrialReader:
         }
 
     def _name(self, group: int) -> str:
-        layers = self._space.groups[group]
-        return f"{'layer' if len(layers) == 1 else 'group'}_{layers[0]:03d}"
+        """The name of a group's parameter, with the id of its first layer."""
+        places = self._space.groups[group]
+        return f"{'layer' if len(places) == 1 else 'group'}_{self._space.menus[places[0]].layer:03d}"
 
     def menus(self) -> dict[str, list[str]]:
         """The choices in words behind the numbers of each parameter."""
         return {
-            self._name(group): [self._text(layers, index) for index in range(self._space.sizes[group])]
-            for group, layers in enumerate(self._space.groups)
+            self._name(group): [self._text(places, index) for index in range(self._space.sizes[group])]
+            for group, places in enumerate(self._space.groups)
             if self._name(group) in self.distributions
         }
 
-    def _text(self, layers: Sequence[int], index: int) -> str:
+    def _text(self, places: Sequence[int], index: int) -> str:
         """One choice of a group; its pair alone where its layers have different transforms."""
-        choices = [self._space.menus[layer].choices[index] for layer in layers]
+        choices = [self._space.menus[place].choices[index] for place in places]
         texts = {choice_text(choice) for choice in choices}
         return texts.pop() if len(texts) == 1 else str(choices[0].pair)
 

@@ -6,10 +6,14 @@ import json
 import warnings
 from typing import TYPE_CHECKING
 
+import optuna
 import pytest
 from tiny.small_search import SMALL, TOKENS, TRIALS
 
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.pipeline.stages.budget_search import BudgetSearch
+from kvtuner.run_folder import sha256_of
+from kvtuner.tuner.trials import TrialReader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +98,35 @@ def test_layers_are_given_by_their_ids(
     assert run(*search, "--layers", "1:K8V4,3:K4V4", "--no-report")[0] == 0
     profile = load_profile(tmp_path / "run" / "profile.json")
     assert [str(pair) for pair in profile.pairs] == ["K16V16", "K8V4", "K16V16", "K4V4"]
+
+
+def test_trials_name_layers_by_their_ids_and_a_study_that_named_places_is_left_as_it_is(
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = ("search", "--model", model_folder("gemma3"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run")
+    budget = ("--budget", "4bit", "--trials", "4", "--no-report")
+    with monkeypatch.context() as before:
+        before.setattr(TrialReader, "_name", lambda self, group: f"layer_{group:03d}")
+        before.setattr(
+            BudgetSearch,
+            "_identity",
+            lambda self, target: {"measurements": sha256_of(self.run.table.identity), **target.identity},
+        )
+        assert run(*search, *budget)[0] == 0
+    first = load_profile(tmp_path / "run" / "profile.json")
+    status, _, error = run(*search, *budget)
+    assert status == 0, error
+    assert load_profile(tmp_path / "run" / "profile.json").digest == first.digest
+    storage = f"sqlite:///{tmp_path}/run/study.db"
+    studies = [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
+    older, newer = sorted(studies, key=lambda study: "layer_003" in study.user_attrs)
+    assert {frozenset(trial.params) for trial in older.trials} == {frozenset({"layer_000", "layer_001"})}
+    for trial in newer.trials:
+        assert set(trial.params) == {"layer_001", "layer_003"}
+        for name, number in trial.params.items():
+            text = trial.user_attrs["layers"][f"layer {int(name.removeprefix('layer_'))}"]
+            assert text == newer.user_attrs[name][number]
+    assert [trial.value for trial in newer.trials] == [trial.value for trial in older.trials]
 
 
 def test_memory_for_requests_holds_their_windows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -114,6 +115,16 @@ def test_values_of_any_size_give_a_proposal(space: SearchSpace, constraint: Cons
     start = space.project(solve(space, constraint))
     proposal = Surrogate(space, constraint).propose({start: value}, lambda i: i != start, np.random.default_rng(0))
     assert proposal is not None
+
+
+def test_layers_between_others_are_proposed_by_their_places(make_space: Space, make_constraint: Limit) -> None:
+    def proposal(ids: tuple[int, ...]) -> tuple[int, ...] | None:
+        plain = make_space(4, lambda i, p: (i + 1) / p.k_bits + 1 / p.v_bits, pairs=PAIRS)
+        space = replace(plain, menus=tuple(replace(menu, layer=i) for menu, i in zip(plain.menus, ids, strict=True)))
+        surrogate = Surrogate(space, make_constraint("3bit", 4))
+        return surrogate.propose({(0, 0, 0, 0): 1.0}, lambda _: True, np.random.default_rng(0))
+
+    assert proposal((3, 7, 11, 15)) == proposal((0, 1, 2, 3)) is not None
 
 
 def test_tied_layers_are_proposed_the_same_pair(make_space: Space, make_constraint: Limit) -> None:

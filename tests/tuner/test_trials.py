@@ -41,6 +41,17 @@ def test_choices_come_back_from_their_parameters(make_space: Callable[..., Searc
     assert reader.indices({"group_000": 3, "layer_001": 5}) == (3, 5)
 
 
+def test_parameters_are_called_by_the_ids_of_layers_where_others_lie_between(
+    make_space: Callable[..., SearchSpace],
+) -> None:
+    space = make_space(4, lambda layer, pair: 0.0, groups=((0,), (1, 3), (2,)))
+    menus = tuple(replace(menu, layer=layer) for menu, layer in zip(space.menus, (3, 7, 11, 15), strict=True))
+    reader = TrialReader(replace(space, menus=menus))
+    assert list(reader.distributions) == list(reader.menus()) == ["layer_003", "group_007", "layer_011"]
+    assert reader.params((1, 2, 3)) == {"layer_003": 1, "group_007": 2, "layer_011": 3}
+    assert reader.indices(reader.params((1, 2, 3))) == (1, 2, 3)
+
+
 def test_every_parameter_has_its_menu_in_words(make_space: Callable[..., SearchSpace]) -> None:
     reader = reader_of(make_space)
     menus = reader.menus()

@@ -240,8 +240,14 @@ class BudgetSearch:
         return given.is_over
 
     def _identity(self, target: SearchTarget) -> dict[str, Any]:
-        """What the trials of a study must have in common: workers that share a storage count one another's."""
-        return {"measurements": sha256_of(self.run.table.identity), **target.identity}
+        """What the trials of a study must have in common: workers that share a storage count one another's.
+
+        Of a model with other layers too these are the ids as well, by which parameters are called; they were called by
+        places, and a study of those is left as it is.
+        """
+        ids = self.run.shape.geometry.layer_ids
+        called_by = {} if ids is None else {"parameters": list(ids)}
+        return {"measurements": sha256_of(self.run.table.identity), **called_by, **target.identity}
 
     def _refine(
         self,
