@@ -53,8 +53,8 @@ SPARE_BYTES: Final = 4 << 30
 CANDIDATES: Final = tuple(
     DecodeLaunch(tokens, warps, stages, asm=True, registers=registers)
     for tokens, warps, stages, registers in (
-        (64, 1, 3, 160), (64, 1, 3, None), (32, 1, 3, None), (64, 2, 3, None), (128, 4, 3, None), (64, 4, 2, None),
-        (32, 4, 2, None), (16, 1, 2, None),
+        (64, 1, 3, 160), (64, 1, 3, None), (32, 1, 3, 160), (32, 1, 3, None), (64, 2, 3, None), (128, 4, 3, None),
+        (64, 4, 2, None), (32, 4, 2, None), (16, 1, 2, None),
     )
 )  # fmt: skip
 """The launch settings that `sweep` times and launch_table.py counts."""

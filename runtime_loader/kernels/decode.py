@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.keys.scores_of_keys import row_offsets, scores_of_keys
+from kvtuner.runtime_loader.kernels.keys.scores_of_keys import scores_of_keys
 from kvtuner.runtime_loader.kernels.queries import (
     have_copies,
     is_in_window,
@@ -44,7 +44,9 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     load_thirds,
     masked_halves,
     offset_step,
+    row_offsets,
     slots_of,
+    third_selectors,
     zeros,
 )
 
@@ -120,6 +122,7 @@ def _shrunk_code_sum(
 @triton.jit
 def _add_values(
     scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, kv_head, unit, mask_units,
+    selectors,
     HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
     GROUPS: tl.constexpr, WORD: tl.constexpr, K_UNITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -128,9 +131,9 @@ def _add_values(
     Returns sums over codes, [V_UNITS, TILE] for each slot, and over minima, [TILE] for each group.
     """
     if unit.shape[0] == K_UNITS:  # as keys lie, turned: slots move once to the lanes that copy both
-        rows = tl.trans(row_offsets(slots[:, None], ROW, [slots.shape[0], K_UNITS]))  # [V_UNITS, TOKENS]
+        rows = tl.trans(row_offsets(slots[:, None], ROW, [slots.shape[0], K_UNITS], ASM))  # [V_UNITS, TOKENS]
     else:
-        rows = row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]])  # [V_UNITS, TOKENS]
+        rows = row_offsets(slots[None, :], ROW, [unit.shape[0], slots.shape[0]], ASM)  # [V_UNITS, TOKENS]
     value_ptrs = (rows_ptr + (kv_head * WIDE + unit))[:, None] + rows  # [V_UNITS, TOKENS]
     if BITS == 16:
         added = tl.zeros(acc[0].shape, tl.float32)  # [V_UNITS, TILE]
@@ -152,7 +155,9 @@ def _add_values(
             units = units + (tl.load(value_ptrs + head * WIDE, mask=mask_units[:, None], other=0),)
             of_head = ()
             if BITS == 3:
-                of_head = load_thirds(rows_ptr, rows, kv_head + head, unit[:, None], mask_units[:, None], HEADS, WIDE)
+                of_head = load_thirds(
+                    rows_ptr, rows, kv_head + head, unit[:, None], mask_units[:, None], selectors, HEADS, WIDE
+                )
             thirds = thirds + (of_head,)
             rounded = rounded + (for_each(_weights_of_head, GROUPS, (weights, head, JOINED, ASM)),)
         acc = for_each(
@@ -248,7 +253,13 @@ def decode_split(
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([LANES, TILE], tl.float32)  # [LANES, TILE]
     slots_ptr += begin
-    next_slots = slots_of_block(slots_ptr, first + tl.arange(0, TOKENS), last)  # [TOKENS]
+    next_slots = slots_of_block(slots_ptr, first + tl.arange(0, TOKENS), last, ASM)  # [TOKENS]
+    k_selectors = ()
+    v_selectors = ()
+    if K_UNITS == 16:  # codes of more units Triton lays out anew where selectors are in them
+        k_selectors = third_selectors(k_rows_ptr, k_unit[None, :], num_splits < 0, K_BITS, K_WIDE)  # [1, K_UNITS]
+    if V_UNITS == 16:
+        v_selectors = third_selectors(v_rows_ptr, v_unit[:, None], num_splits < 0, V_BITS, V_WIDE)  # [V_UNITS, 1]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = _are_tokens(last - start, TOKENS)  # [TOKENS]
@@ -262,7 +273,8 @@ def decode_split(
             first_slot = tl.load(slots_ptr + start).to(tl.int64) // K_TOKEN_GROUP * K_TOKEN_GROUP
         scores = scores_of_keys(
             q, q_sums, k_rows_ptr, k_words_ptr, slots, first_slot, log2_v_scale, kv_head, k_unit, mask_k,
-            scale, TILE, TOKENS, HEADS, JOINED, K_ROW, K_DIM, K_BITS, K_GROUPS, K_WORD, K_TOKEN_GROUP, CAPPED, ASM,
+            k_selectors, scale, TILE, TOKENS, HEADS, JOINED, K_ROW, K_DIM, K_BITS, K_GROUPS, K_WORD, K_TOKEN_GROUP,
+            CAPPED, ASM,
         )  # fmt: skip  # [TOKENS, TILE]
         if CAPPED:
             scores = softcap(scores + bias[None, :], cap)
@@ -283,11 +295,11 @@ def decode_split(
         total = total * shrink[None, :] + _sum_in_lanes(scaled_weights * to_columns(inverse, TILE), LANES)
         acc, min_sums = _add_values(
             scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, kv_head, v_unit,
-            mask_v, HEADS, JOINED, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, K_UNITS, ASM,
+            mask_v, v_selectors, HEADS, JOINED, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, K_UNITS, ASM,
         )  # fmt: skip
         # The next block's, carried over in registers: loaded by the block that needs them, they would take up one of
         # the pipeline's stages, and rows would have one buffer where they have two.
-        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last, ASM)  # [TOKENS]
     total = tl.sum(total, 0)  # [TILE]
     out = partial_ptr + place[None, :] * V_DIM + v_unit[:, None]  # [V_UNITS, TILE]
     _store_partial(out, acc, min_sums, total, mask_pairs[None, :] & mask_v[:, None], V_DIM, V_BITS, V_GROUPS, V_WORD)

@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps_to_queries
-from kvtuner.runtime_loader.kernels.unpack_codes import factor_of, fp16_saturated, offset_step, power_of_two
+from kvtuner.runtime_loader.kernels.unpack_codes import (
+    factor_of,
+    fp16_saturated,
+    offset_step,
+    power_of_two,
+    row_offsets,
+)
 
 
 @triton.jit
@@ -88,13 +94,14 @@ def split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT: tl.constexpr, TO
 
 
 @triton.jit
-def slots_of_block(slots_ptr, tokens, last):
+def slots_of_block(slots_ptr, tokens, last, ASM: tl.constexpr):
     """The slots of a block of tokens, [TOKENS]; past the end that of the last token, so that every row read is one."""
     # Clamped places need no mask, nor do rows and words at these slots. Offsets of 32 bits without a sign, and the
     # lower half of a slot, save most of what an address takes.
     SIZE: tl.constexpr = slots_ptr.dtype.element_ty.primitive_bitwidth // 8  # bytes of a slot
-    offsets = tl.minimum(SIZE * tokens, SIZE * (last - 1)).to(tl.uint32)  # [TOKENS]
-    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets.to(tl.int64)  # [TOKENS]
+    places = tl.minimum(tokens, last - 1).to(tl.uint32)  # [TOKENS]
+    offsets = row_offsets(places[:, None], SIZE, [places.shape[0], 1], ASM)  # [TOKENS, 1]
+    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + tl.reshape(offsets, places.shape)  # [TOKENS]
     # As another type first: what is carried over as it was loaded, Triton loads a block earlier, and the registers that
     # hold it all the while are missing elsewhere.
     return tl.load(bytes_ptr.to(tl.pointer_type(tl.float32), bitcast=True)).to(tl.uint32, bitcast=True)

@@ -8,6 +8,7 @@ import triton.language as tl
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     for_each,
     log2_and_inverse,
+    row_offsets,
     scale_and_minimum,
     scale_and_zero_point,
     words_at,
@@ -25,13 +26,13 @@ def to_columns(x, TILE: tl.constexpr):
 
 
 @triton.jit
-def _loaded_words(index, words_ptr, slots, first, ROW: tl.constexpr):
+def _loaded_words(index, words_ptr, slots, first, ROW: tl.constexpr, ASM: tl.constexpr):
     """A word of 32 bits of each token and head, or two short ones, [TOKENS, JOINED].
 
     The first word of each head is `first`, [JOINED].
     """
-    word_ptrs = words_ptr + (first[None, :] + index) + (slots.to(tl.int64) * (ROW // 2))[:, None]  # [TOKENS, JOINED]
-    return tl.load(word_ptrs)
+    rows = row_offsets(slots[:, None], ROW // 2, [slots.shape[0], first.shape[0]], ASM)  # [TOKENS, JOINED]
+    return tl.load(words_ptr + (first[None, :] + index) + rows)
 
 
 @triton.jit
@@ -53,9 +54,9 @@ def _shift_of(group, first):
 
 
 @triton.jit
-def _loaded_half(group, words_ptr, slots, first, ROW: tl.constexpr):
+def _loaded_half(group, words_ptr, slots, first, ROW: tl.constexpr, ASM: tl.constexpr):
     """The 32 bits of each token and head that hold the short word of a group, [TOKENS, JOINED]."""
-    return _loaded_words(0, words_ptr, slots, (first + group) // 2, ROW)
+    return _loaded_words(0, words_ptr, slots, (first + group) // 2, ROW, ASM)
 
 
 @triton.constexpr_function
@@ -67,7 +68,7 @@ def _are_paired(heads, units, bits, groups):
 @triton.jit
 def loaded_words(
     words_ptr, slots, kv_head, HEADS: tl.constexpr, JOINED: tl.constexpr, WIDE: tl.constexpr,
-    ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
+    ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The words of JOINED heads as `grids_of_words` takes them, [TOKENS, JOINED] each; ROW is in units of 16 bits.
 
@@ -75,11 +76,11 @@ def loaded_words(
     """
     first = words_at(HEADS, WIDE, BITS, WORD) + (kv_head + tl.arange(0, JOINED)) * GROUPS  # [JOINED]
     if WORD == 32:
-        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, first, ROW))
+        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, first, ROW, ASM))
     elif _are_paired(HEADS, WIDE, BITS, GROUPS):
-        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, first // 2, ROW))
+        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, first // 2, ROW, ASM))
     else:
-        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, first, ROW))
+        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, first, ROW, ASM))
     return words
 
 
@@ -106,7 +107,7 @@ def stored_grids(
     ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The grids of `grids_of_words`, loaded as `loaded_words` does."""
-    words = loaded_words(words_ptr, slots, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD)
+    words = loaded_words(words_ptr, slots, kv_head, HEADS, JOINED, WIDE, ROW, BITS, GROUPS, WORD, ASM)
     return grids_of_words(words, kv_head, HEADS, JOINED, WIDE, BITS, GROUPS, WORD, ASM)
 
 

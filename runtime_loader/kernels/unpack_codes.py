@@ -15,6 +15,9 @@ import triton.language as tl
 
 # The fp16 number that a code of 1 in the lowest bits is.
 ONE: Final = tl.constexpr(2.0**-24)
+# The selectors, of PTX's prmt, of the second bytes of two units beside the low or the high bytes of two halfwords.
+LOW_THIRD: Final = tl.constexpr(0x6341)
+HIGH_THIRD: Final = tl.constexpr(0x7351)
 
 
 @triton.constexpr_function
@@ -58,6 +61,31 @@ def zeros(_, SHAPE: tl.constexpr):
     return tl.zeros(SHAPE, tl.float32)
 
 
+@triton.constexpr_function
+def _even_part(number):
+    """Return the greatest power of two that divides a number."""
+    return number & -number
+
+
+@triton.jit
+def row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr, ASM: tl.constexpr):
+    """The offsets of rows, of slots of 32 bits without a sign that are broadcast to a tile of two axes."""
+    # To the whole tile before any arithmetic: what moves to the lanes that copy is then a slot and not a pointer.
+    offsets = tl.broadcast_to(slots, SHAPE).to(tl.int64) * ROW
+    if ASM:
+        # By an instruction that does nothing, behind which LLVM does not see the product. With the sum that follows it
+        # would make one PTX instruction, which ptxas takes apart to three before sm_120; a product and a sum it joins.
+        offsets = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [offsets], tl.int64, is_pure=True, pack=1)
+        EVEN: tl.constexpr = _even_part(ROW)
+        TOKENS_FIRST: tl.constexpr = slots.shape[1] == 1
+        offsets = tl.multiple_of(offsets, [EVEN, EVEN])
+        if TOKENS_FIRST:
+            offsets = tl.max_constancy(offsets, [1, SHAPE[1]])
+        else:
+            offsets = tl.max_constancy(offsets, [SHAPE[0], 1])
+    return offsets
+
+
 # One result for each piece of assembly: of several, Triton 3.8 gives all but the first another layout, and moves them
 # through shared memory.
 
@@ -81,12 +109,17 @@ def _high_bytes(units):
 
 
 @triton.jit
-def _upper_bytes(units, thirds):
-    """Join the second and the third byte of units, two in a register: the third is the low byte or the high one."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 t; prmt.b32 t, $1, $2, 0x6341; lop3.b32 $0, t, $3, 0xff00ff00, 0xf8;}", "=r,r,r,r",
-        [units, thirds[0], thirds[1]], dtype=tl.int16, is_pure=True, pack=2,
-    )  # fmt: skip
+def _upper_bytes(units, first, second, ASM: tl.constexpr):
+    """Join the second and the third byte of units, two in a register, of what `load_thirds` found."""
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [units, first, second], dtype=tl.int16, is_pure=True, pack=2)
+
+
+@triton.constexpr_function
+def _joining(are_selected):
+    """Return the assembly of `_upper_bytes`: third bytes that a selector tells, or the low byte or the high one."""
+    if are_selected:
+        return "prmt.b32 $0, $1, $2, $3;"
+    return "{.reg .b32 t; prmt.b32 t, $1, $2, 0x6341; lop3.b32 $0, t, $3, 0xff00ff00, 0xf8;}"
 
 
 @triton.jit
@@ -106,29 +139,51 @@ def third_bytes(row_ptrs, head, unit, HEADS: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def load_thirds(rows_ptr, rows, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.constexpr):
-    """Load the third bytes of units of rows at offsets, broadcast to the tile of `rows`; `mask` is that of units.
+def third_selectors(rows_ptr, unit, never, BITS: tl.constexpr, UNITS: tl.constexpr):
+    """The selectors of the bytes that `load_thirds` finds, in the shape of `unit`; `never` is false on the device.
+
+    Units from UNITS on are those of other heads. There are none but at 3 bits, nor where two units of a register may
+    have different bytes of their halfwords.
+    """
+    # A tensor core's operand must come of loads, constants and elementwise operations alone, or Triton moves it through
+    # shared memory once more: so selectors are what a load has in the place of what it does not read.
+    selectors = ()
+    HALF: tl.constexpr = UNITS // 2
+    if BITS == 3 and HALF % 2 == 0:
+        selector = tl.where(unit // HALF % 2 == 0, LOW_THIRD, HIGH_THIRD).to(tl.int16)
+        selectors = (tl.load(rows_ptr + unit, mask=(unit >= 0) & never, other=selector),)
+    return selectors
+
+
+@triton.jit
+def load_thirds(rows_ptr, rows, head, unit, mask, selectors, HEADS: tl.constexpr, UNITS: tl.constexpr):
+    """Load the halfwords of third bytes of units, of rows at offsets `rows`; `mask` is that of units.
 
     They lie behind the other bytes of all units, those of units u and u + UNITS / 2 of a head in one halfword. Units
-    from UNITS on are those of heads behind `head`. Two tiles are returned: the halfwords of a head's units below
-    UNITS / 2, and those of the others, with zeros elsewhere.
+    from UNITS on are those of heads behind `head`. Two tiles are returned: all halfwords and `selectors`, which are
+    those of `third_selectors`, or, without these, the halfwords of a head's units below UNITS / 2 and those of the
+    others, with zeros elsewhere.
     """
-    # A tensor core's operand must come of loads, constants and elementwise operations alone, or Triton moves it
-    # through shared memory once more: so no unit is asked which byte is its own, and masks of loads tell.
     HALF: tl.constexpr = UNITS // 2
     third_ptrs = (rows_ptr + (HEADS * UNITS + head * HALF + unit // UNITS * HALF + unit % HALF)) + rows
-    is_low = unit // HALF % 2 == 0
-    return (
-        tl.load(third_ptrs, mask=mask & is_low, other=0),
-        tl.load(third_ptrs, mask=mask & ~is_low, other=0),
-    )
+    if len(selectors) > 0:
+        first = tl.load(third_ptrs, mask=mask, other=0)
+        second = tl.broadcast_to(selectors[0], first.shape)
+    else:  # no unit is asked which byte is its own: masks of loads tell
+        is_low = unit // HALF % 2 == 0
+        first = tl.load(third_ptrs, mask=mask & is_low, other=0)
+        second = tl.load(third_ptrs, mask=mask & ~is_low, other=0)
+    return first, second, len(selectors) > 0
 
 
 @triton.jit
 def with_thirds(units, thirds):
     """Join int16 units and what `load_thirds` found to int32 units of 24 bits."""
-    first = (thirds[0].to(tl.int32) & 0xFF) << 16  # the shape of units
-    return (units.to(tl.int32) & 0xFFFF) | first | ((thirds[1].to(tl.int32) & 0xFF00) << 8)
+    if thirds[2]:
+        third = (thirds[0].to(tl.int32) >> tl.where(thirds[1] == HIGH_THIRD, 8, 0)) & 0xFF  # the shape of units
+    else:
+        third = (thirds[0].to(tl.int32) & 0xFF) | ((thirds[1].to(tl.int32) & 0xFF00) >> 8)  # the shape of units
+    return (units.to(tl.int32) & 0xFFFF) | third << 16
 
 
 @triton.constexpr_function
@@ -157,7 +212,7 @@ def codes_of(slot: tl.constexpr, units, thirds, BITS: tl.constexpr, ASM: tl.cons
     elif BITS == 3:
         halves = units
         if slot >= 3:
-            halves = _upper_bytes(units, thirds)
+            halves = _upper_bytes(units, thirds[0], thirds[1], _joining(thirds[2]))
         if slot >= 6:
             halves = _high_bytes(halves)
         codes = _codes(halves, _mask_of(slot, BITS))

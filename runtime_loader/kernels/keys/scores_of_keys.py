@@ -7,14 +7,7 @@ import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.keys.channel_grids import scores_per_channel
 from kvtuner.runtime_loader.kernels.stored_grids import stored_grids, to_columns
-from kvtuner.runtime_loader.kernels.unpack_codes import ONE, codes_of, load_thirds, slots_of
-
-
-@triton.jit
-def row_offsets(slots, ROW: tl.constexpr, SHAPE: tl.constexpr):
-    """The offsets of rows, of slots of 32 bits without a sign that are broadcast to a tile."""
-    # To the whole tile before any arithmetic: what moves to the lanes that copy is then a slot and not a pointer.
-    return tl.broadcast_to(slots, SHAPE).to(tl.int64) * ROW
+from kvtuner.runtime_loader.kernels.unpack_codes import ONE, codes_of, load_thirds, row_offsets, slots_of
 
 
 @triton.jit
@@ -49,8 +42,8 @@ def scores_of_codes(
 
 @triton.jit
 def scores_of_keys(
-    q, q_sums, rows_ptr, words_ptr, slots, first_slot, log2_v_scale, kv_head, unit, mask_units, scale,
-    TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr,
+    q, q_sums, rows_ptr, words_ptr, slots, first_slot, log2_v_scale, kv_head, unit, mask_units, selectors,
+    scale, TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, JOINED: tl.constexpr, ROW: tl.constexpr,
     DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, TOKEN_GROUP: tl.constexpr,
     CAPPED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +52,7 @@ def scores_of_keys(
     With a TOKEN_GROUP above 1 codes have grids per channel, of the group of tokens that begins at `first_slot`.
     """
     WIDE: tl.constexpr = DIM // slots_of(BITS)
-    rows = row_offsets(slots[:, None], ROW, [TOKENS, unit.shape[0]])  # [TOKENS, K_UNITS]
+    rows = row_offsets(slots[:, None], ROW, [TOKENS, unit.shape[0]], ASM)  # [TOKENS, K_UNITS]
     key_ptrs = (rows_ptr + (kv_head * WIDE + unit))[None, :] + rows  # [TOKENS, K_UNITS]
     if BITS == 16:
         keys = tl.load(key_ptrs, mask=mask_units[None, :], other=0.0)  # [TOKENS, K_UNITS]
@@ -68,7 +61,7 @@ def scores_of_keys(
         units = tl.load(key_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, K_UNITS]
         thirds = ()
         if BITS == 3:
-            thirds = load_thirds(rows_ptr, rows, kv_head, unit[None, :], mask_units[None, :], HEADS, WIDE)
+            thirds = load_thirds(rows_ptr, rows, kv_head, unit[None, :], mask_units[None, :], selectors, HEADS, WIDE)
         if TOKEN_GROUP > 1:
             scores = scores_per_channel(
                 q, units, thirds, rows_ptr, first_slot, kv_head, unit, mask_units, scale, TILE, TOKENS, HEADS, ROW,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.keys.scores_of_keys import row_offsets, scores_of_codes
+from kvtuner.runtime_loader.kernels.keys.scores_of_keys import scores_of_codes
 from kvtuner.runtime_loader.kernels.queries import (
     have_copies,
     is_in_window,
@@ -31,7 +31,9 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     for_each,
     load_thirds,
     offset_step,
+    row_offsets,
     slots_of,
+    third_selectors,
     zeros,
 )
 
@@ -52,12 +54,12 @@ def _of_lanes(sums):
 @triton.jit
 def _words_of_block(
     words_ptr, slots, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    WORD: tl.constexpr,
+    WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The scale words of a block of tokens, [TOKENS, 1] each."""
     words = ()
     if BITS != 16:
-        words = loaded_words(words_ptr, slots, 0, 1, 1, WIDE, ROW, BITS, GROUPS, WORD)
+        words = loaded_words(words_ptr, slots, 0, 1, 1, WIDE, ROW, BITS, GROUPS, WORD, ASM)
     return words
 
 
@@ -162,20 +164,23 @@ def decode_latents(
     slots_ptr += begin
     # A block's slots and words are carried over from the blocks before: rows alone take stages of the pipeline.
     tokens = first + tl.arange(0, TOKENS)  # [TOKENS]
-    next_slots = slots_of_block(slots_ptr, tokens, last)  # [TOKENS]
-    next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD)
+    next_slots = slots_of_block(slots_ptr, tokens, last, ASM)  # [TOKENS]
+    next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD, ASM)
+    selectors = third_selectors(rows_ptr, unit[None, :], num_splits < 0, BITS, WIDE)  # [1, UNITS]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
         slots = next_slots
-        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last)  # [TOKENS]
+        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last, ASM)  # [TOKENS]
         grids = ()
         if BITS != 16:
             grids = grids_of_words(next_words, 0, 1, 1, WIDE, BITS, GROUPS, WORD, ASM)  # pairs of [TOKENS, 1]
         log2_scale, inverse = largest_scale(grids, mask_tokens, TOKENS, 1, ASM)  # [TOKENS, 1] each
-        rows = row_offsets(slots[:, None], ROW, [TOKENS, UNITS])  # [TOKENS, UNITS]
+        rows = row_offsets(slots[:, None], ROW, [TOKENS, UNITS], ASM)  # [TOKENS, UNITS]
         row_ptrs = rows_ptr + unit[None, :] + rows  # [TOKENS, UNITS]
-        rotary_ptrs = rotary_ptr + channel[None, :] + row_offsets(slots[:, None], ROTARY_ROW, [TOKENS, ROTARY_PADDED])
+        rotary_ptrs = (
+            rotary_ptr + channel[None, :] + row_offsets(slots[:, None], ROTARY_ROW, [TOKENS, ROTARY_PADDED], ASM)
+        )
         rotary = tl.load(rotary_ptrs, mask=mask_channels[None, :], other=0.0)  # [TOKENS, ROTARY_PADDED]
         thirds = ()
         if BITS == 16:
@@ -184,7 +189,7 @@ def decode_latents(
         else:
             units = tl.load(row_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, UNITS]
             if BITS == 3:
-                thirds = load_thirds(rows_ptr, rows, 0, unit[None, :], mask_units[None, :], 1, WIDE)
+                thirds = load_thirds(rows_ptr, rows, 0, unit[None, :], mask_units[None, :], selectors, 1, WIDE)
             products = scores_of_codes(
                 q, q_sums, units, thirds, grids, log2_scale, 1.0, TILE, TOKENS, BITS, GROUPS, WORD, True, ASM
             )  # [TOKENS, TILE]
@@ -217,7 +222,7 @@ def decode_latents(
         # those of values along units.
         if start < last:
             acc = for_each(_shrunk_value_sum, SLOTS, (weights, units, thirds, acc, shrink, BITS, GROUPS, ASM))
-        next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD)
+        next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD, ASM)
     total = _of_lanes(total)  # [TILE]
     out = partial_ptr + place[:, None] * DIM + unit[None, :]  # [TILE, UNITS]
     for slot in tl.static_range(SLOTS):

@@ -13,7 +13,7 @@ import pytest
 
 from kvtuner.precision import PACKED_BITS, WORD_BITS, num_slots, words_offset
 from kvtuner.runtime_loader.kernels import unpack_codes
-from kvtuner.runtime_loader.kernels.unpack_codes import factor_of, slots_of, words_at
+from kvtuner.runtime_loader.kernels.unpack_codes import HIGH_THIRD, LOW_THIRD, factor_of, slots_of, words_at
 
 
 def permuted(a: int, b: int, selector: int) -> int:
@@ -51,7 +51,7 @@ def codes_of(*arguments: Any) -> tuple[int, ...]:
     """The kernels' own source, as Python, of which each register holds two units."""
     language = SimpleNamespace(inline_asm_elementwise=assembled, constexpr=int, float16=None, int16=None)
     names: dict[str, Any] = {"tl": language}
-    for function in ("_mask_of", "_codes", "_high_bytes", "_upper_bytes", "codes_of"):
+    for function in ("_mask_of", "_codes", "_high_bytes", "_joining", "_upper_bytes", "codes_of"):
         source = inspect.getsource(getattr(unpack_codes, function).fn)
         exec(source.partition("\n")[2], names)
     return tuple(names["codes_of"](slot, *arguments) for slot in range(slots_of(arguments[2])))
@@ -79,13 +79,14 @@ def test_assembly_unpacks_the_codes_of_two_units(bits: int) -> None:
         codes = [[rng.randrange(2**bits) for _ in range(slots_of(bits))] for _ in range(2)]
         units = [sum(code << slot * bits for slot, code in enumerate(of_unit)) for of_unit in codes]
         others = [rng.randrange(256), rng.randrange(256)]  # the other bytes of halfwords of third bytes
-        for half in (0, 1):
-            loaded = [0, 0]
-            loaded[half] = sum(
+        for half, selector in enumerate((LOW_THIRD.value, HIGH_THIRD.value)):
+            thirds = sum(
                 ((unit >> 16) << 8 * half | other << 8 * (1 - half)) << 16 * place
                 for place, (unit, other) in enumerate(zip(units, others, strict=True))
             )
-            found = codes_of((units[1] & 0xFFFF) << 16 | units[0] & 0xFFFF, loaded, bits, True)
-            for slot, register in enumerate(found):
-                for place in (0, 1):
-                    assert register >> 16 * place & 0xFFFF == codes[place][slot] * factor_of(slot, bits), (slot, place)
+            apart = [thirds, 0] if half == 0 else [0, thirds]
+            for loaded in ((*apart, False), (thirds, selector << 16 | selector, True)):
+                found = codes_of((units[1] & 0xFFFF) << 16 | units[0] & 0xFFFF, loaded, bits, True)
+                for slot, register in enumerate(found):
+                    for place in (0, 1):
+                        assert register >> 16 * place & 0xFFFF == codes[place][slot] * factor_of(slot, bits)
