@@ -99,9 +99,12 @@ def slots_of_block(slots_ptr, tokens, last, ASM: tl.constexpr):
     # Clamped places need no mask, nor do rows and words at these slots. Offsets of 32 bits without a sign, and the
     # lower half of a slot, save most of what an address takes.
     SIZE: tl.constexpr = slots_ptr.dtype.element_ty.primitive_bitwidth // 8  # bytes of a slot
-    places = tl.minimum(tokens, last - 1).to(tl.uint32)  # [TOKENS]
-    offsets = row_offsets(places[:, None], SIZE, [places.shape[0], 1], ASM)  # [TOKENS, 1]
-    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + tl.reshape(offsets, places.shape)  # [TOKENS]
+    if ASM:
+        places = tl.minimum(tokens, last - 1).to(tl.uint32)  # [TOKENS]
+        offsets = tl.reshape(row_offsets(places[:, None], SIZE, [places.shape[0], 1], ASM), places.shape)  # [TOKENS]
+    else:
+        offsets = tl.minimum(SIZE * tokens, SIZE * (last - 1)).to(tl.uint32).to(tl.int64)  # [TOKENS]
+    bytes_ptr = slots_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets  # [TOKENS]
     # As another type first: what is carried over as it was loaded, Triton loads a block earlier, and the registers that
     # hold it all the while are missing elsewhere.
     return tl.load(bytes_ptr.to(tl.pointer_type(tl.float32), bitcast=True)).to(tl.uint32, bitcast=True)

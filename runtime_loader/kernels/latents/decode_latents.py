@@ -125,6 +125,7 @@ def decode_latents(
     SLOTS: tl.constexpr = slots_of(BITS)
     WIDE: tl.constexpr = DIM // SLOTS
     WINDOWED: tl.constexpr = RESIDUAL + SINKS > 0
+    PLACED: tl.constexpr = ASM and BITS != 3  # of 3 bits the loop would keep a register in memory on sm_120
     wait_for_kernel_before(DEPENDENT)
     split = tl.program_id(1)
     request, _, queries, heads, mask_heads, any_pair = queries_of(
@@ -164,14 +165,14 @@ def decode_latents(
     slots_ptr += begin
     # A block's slots and words are carried over from the blocks before: rows alone take stages of the pipeline.
     tokens = first + tl.arange(0, TOKENS)  # [TOKENS]
-    next_slots = slots_of_block(slots_ptr, tokens, last, ASM)  # [TOKENS]
+    next_slots = slots_of_block(slots_ptr, tokens, last, PLACED)  # [TOKENS]
     next_words = _words_of_block(words_ptr, next_slots, WIDE, ROW, BITS, GROUPS, WORD, ASM)
     selectors = third_selectors(rows_ptr, unit[None, :], num_splits < 0, BITS, WIDE)  # [1, UNITS]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         mask_tokens = tokens < last  # [TOKENS]
         slots = next_slots
-        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last, ASM)  # [TOKENS]
+        next_slots = slots_of_block(slots_ptr, tokens + TOKENS, last, PLACED)  # [TOKENS]
         grids = ()
         if BITS != 16:
             grids = grids_of_words(next_words, 0, 1, 1, WIDE, BITS, GROUPS, WORD, ASM)  # pairs of [TOKENS, 1]

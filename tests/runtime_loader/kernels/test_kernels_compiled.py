@@ -49,20 +49,20 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
         can_join = row["gqa"] <= 4 and row["num_kv_heads"] > 1
         if row["launch_row"]["heads"] == 2:
             assert can_join
-            assert row["lane_instructions_per_element"] <= 1.52, row
-            assert row["registers"] <= 160, row
+            assert row["lane_instructions_per_element"] <= 1.44, row
         elif row["launch_row"]["tokens"] == 64:
             assert not can_join or row["k_bits"] == row["v_bits"] == 8, row
-            assert row["lane_instructions_per_element"] <= (1.65 if row["k_bits"] == row["v_bits"] == 4 else 1.8), row
-            assert row["registers"] <= 160, row
+            assert row["lane_instructions_per_element"] <= (1.62 if row["k_bits"] == row["v_bits"] == 4 else 1.68), row
         else:  # the shared memory of these holds no four programs with two blocks of 64 tokens of wide rows
             assert row["arch"] in (89, 120), row
-            assert row["lane_instructions_per_element"] <= 1.91, row
+            assert row["k_bits"] == 8, row
+            assert row["lane_instructions_per_element"] <= 1.86, row
+        assert row["registers"] <= 160, row
         assert row["buffers"] >= 2, row
         assert row["loads_in_flight"] >= 1, row
         assert row["int_to_float"] == 0, row
-        # What 160 registers do not hold is kept in memory around the loop; sm_100 reads two of them in it at K8V4.
-        assert row["loop_spills"] <= 2 * (row["arch"] == 100), row
+        # What 160 registers do not hold is kept in memory around the loop; sm_100 reads three of them in it at K8V4.
+        assert row["loop_spills"] <= 3 * (row["arch"] == 100), row
         assert row["shared_stores"] <= 4, row  # scales alone, with some compilers; codes would be dozens
         # Halfwords of third bytes are copied for the lower half of units and for the upper, with zeros for the other.
         bits = sum({3: 6}.get(row[name], row[name]) for name in ("k_bits", "v_bits"))
