@@ -30,7 +30,8 @@ def count_of_tokens(number: str, thousands: str) -> int:
 
 def amount_of_bytes(text: str) -> Fraction | None:
     """Bytes with or without a unit, in any case; None for any other text."""
-    match = re.fullmatch(rf"{BYTES}|(?P<plain>{NUMBER})", text.strip().upper(), re.ASCII)
+    # Options that hold bytes are read once more, so that plain numbers have room for those of the largest unit.
+    match = re.fullmatch(rf"{BYTES}|(?P<plain>\d{{1,18}}(?:\.\d{{1,15}})?)", text.strip().upper(), re.ASCII)
     if match is None:
         return None
     return Fraction(match["plain"]) if match["plain"] else Fraction(match[1]) * bytes_of_unit(match[2])

@@ -12,7 +12,7 @@ import optuna
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import URL, event, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from kvtuner.errors import RunFolderError
 from kvtuner.run_folder import RunFolder, refuse_difference
@@ -90,12 +90,17 @@ class StorageErrors:
 
 
 def _complaint(url: str | None, error: Exception) -> str:
-    cause: BaseException = error  # SQLAlchemy's and Optuna's errors wrap the one that says what is wrong
-    while cause.__cause__ is not None:
+    cause, is_refused = error, False  # SQLAlchemy's and Optuna's errors wrap the one that says what is wrong
+    while True:
+        if isinstance(cause, DBAPIError):  # of a statement, on a connection that holds
+            is_refused = cause.statement is not None and not cause.connection_invalidated
+        if not isinstance(cause.__cause__, Exception):
+            break
         cause = cause.__cause__
     reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
     if is_shared_database(url):
-        remedy = _FULL if "No space" in reason else _UNREACHED
+        is_full = any(word in reason for word, remedy in _REMEDIES.items() if remedy is _FULL)
+        remedy = _FULL if is_full else _UNKNOWN if is_refused else _UNREACHED
     else:
         # Of the operating system's error the words alone, without the path.
         words = cause.strerror or reason if isinstance(cause, OSError) else reason

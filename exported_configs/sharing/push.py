@@ -108,7 +108,7 @@ def push(upload: Upload, message: str) -> Pushed:
         with hub_errors(repo, conflict="somebody made this repository meanwhile; run the same command again"):
             hub_api().create_repo(repo, private=upload.private)
         head = list_files(repo, None)
-        if upload.private and not head.is_private:
+        if upload.private and head.is_private is False:  # where the hub does not tell, it took the flag
             raise _not_private(repo, head)
     additions = [CommitOperationAdd(path, data) for path, data in upload.files.items()]
     removals = [CommitOperationDelete(path) for path in upload.removed]

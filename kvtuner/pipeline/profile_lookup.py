@@ -83,14 +83,14 @@ def _below(top: Path) -> Iterator[ResolvedProfile]:
 
 
 def _is_called_a_profile(path: Path) -> bool:
-    """Whether a file is one by its name, as a search writes it, or has the fields of every profile."""
+    """Whether a file is one by its name, as a search writes it, or has the fields of every profile and no schema's."""
     if fnmatch.fnmatch(path.name, "profile*.json"):
         return True
     try:
         data = first_bytes(path, MAX_PROFILE_BYTES)
     except OSError:
         return False
-    return all(f'"{field}"'.encode() in data for field in _FIELDS)
+    return all(f'"{field}"'.encode() in data for field in _FIELDS) and b'"$defs"' not in data
 
 
 def _fits(profile: Profile, model: str) -> bool:

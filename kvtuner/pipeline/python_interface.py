@@ -6,6 +6,7 @@ Importing this module imports nothing heavy; calling a function does.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -15,7 +16,7 @@ from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.planning.plan_options import PlanOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Unpack
 
     from kvtuner.pipeline.evaluate import EvaluationResult
@@ -132,7 +133,7 @@ def _options(kind: type[_Options], values: Mapping[str, Any]) -> _Options:
         if name not in names:
             raise TypeError(f"{name!r} is no option; the options are {', '.join(sorted(names))}")
     plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
-    if isinstance(endpoints := plain.get("endpoint"), dict):
+    if isinstance(endpoints := plain.get("endpoint"), Mapping):
         plain["endpoint"] = tuple(endpoints.items())
     if isinstance(budget := plain.get("budget"), str):
         plain["budget"] = (budget,)

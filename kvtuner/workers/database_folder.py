@@ -267,7 +267,8 @@ def _may_pass(error: SQLAlchemyError) -> bool:
     if not isinstance(error, DBAPIError):
         return False
     is_transport = error.statement is None and isinstance(error, OperationalError | InterfaceError)
-    is_given_up = str(getattr(error.orig, "sqlstate", None)).startswith(_ROLLED_BACK)
+    state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)  # psycopg 3 and 2
+    is_given_up = str(state).startswith(_ROLLED_BACK)
     return error.connection_invalidated or is_transport or is_given_up
 
 

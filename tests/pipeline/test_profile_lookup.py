@@ -82,6 +82,7 @@ def test_a_folder_lists_profiles_by_any_name_and_no_other_file(
     (tmp_path / "below").mkdir()
     shutil.copy(FOLDER / "demo-4bit.json", tmp_path / "below" / "mine.json")
     shutil.copy(FOLDER / "index.json", tmp_path / "index.json")
+    shutil.copy(FOLDER.parent / "schema.json", tmp_path / "schema.json")
     (tmp_path / "package.json").write_text('{"name": "x", "digest": "y", "layout": 1}')
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00" * 100)
     os.mkfifo(tmp_path / "pipe.json")

@@ -343,7 +343,7 @@ def test_passwords_are_not_printed() -> None:
 
 
 def test_a_database_that_cannot_be_reached_is_not_to_be_deleted() -> None:
-    refused = OperationalError("connect", None, ConnectionRefusedError("connection refused"))
+    refused = OperationalError(None, None, ConnectionRefusedError("connection refused"))
     with (
         pytest.raises(RunFolderError, match=r"connection refused.*check the URL") as caught,
         StorageErrors("postgresql://me:secret@there/studies").named(),
@@ -351,6 +351,17 @@ def test_a_database_that_cannot_be_reached_is_not_to_be_deleted() -> None:
         raise refused
     assert "delete" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"), [("deadlock detected", "see to that"), ("could not extend file: Disk quota exceeded", "free")]
+)
+def test_a_database_that_refuses_a_statement_is_there(reason: str, remedy: str) -> None:
+    with (
+        pytest.raises(RunFolderError, match=rf"{reason}\): {remedy}"),
+        StorageErrors("postgresql://me:secret@there/studies").named(),
+    ):
+        raise OperationalError("INSERT", None, RuntimeError(reason))
 
 
 @pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite", "journal"])

@@ -94,7 +94,7 @@ def _add_push_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to; the repository's main by default")
     parser.add_argument("--message", metavar="TEXT", help="message of the commit")
     parser.add_argument("--license", default="cc0-1.0", metavar="ID", help="profile's license, as the hub spells it")
-    add_switch(parser, "--private", "make a new repository private")
+    add_switch(parser, "--private", "make a new repository private, and push to no public one")
     add_switch(parser, "--create-pr", "open a pull request instead of committing")
     add_switch(parser, "--report", "upload report.html and its pictures too, where the run has them", default=True)
     add_switch(parser, "--yes", "do not ask after the preview")

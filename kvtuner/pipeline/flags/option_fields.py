@@ -7,6 +7,7 @@ of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -95,7 +96,10 @@ def _checked(item: Field[Any], value: Any) -> Any:
         return value
     if isinstance(value, str):
         return read(value)
-    found = read(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    is_list = isinstance(value, Sequence)
+    if is_list and not value:  # no flag says so; of schemes and levels it means none
+        return ()
+    found = read(",".join(map(str, value)) if is_list else str(value))
     return value if isinstance(found, float) else found  # the text of a bandwidth has another unit
 
 

@@ -121,6 +121,12 @@ def test_a_private_push_to_a_private_repository_goes_on(hub: LoopbackHub, data: 
     assert upload.is_private and repo.commits[push(upload, "x").commit]["profile.json"] == data
 
 
+def test_a_hub_that_took_the_flag_need_not_tell_that_it_did(hub: LoopbackHub, data: bytes) -> None:
+    hub.tells_visibility = False
+    pushed = push(plan_upload(REPO, {"profile.json": data}, private=True), "x")
+    assert hub.repos[REPO].commits[pushed.commit]["profile.json"] == data
+
+
 def test_a_repository_that_the_hub_makes_public_against_the_flag_gets_nothing(hub: LoopbackHub, data: bytes) -> None:
     upload = plan_upload(REPO, {"profile.json": data}, private=True)
     hub.makes_public = True

@@ -11,6 +11,7 @@ from kvtuner.errors import OptionError
 from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 from kvtuner.pipeline.local.engine_flags import EngineFlags, SamplingFlags
 from kvtuner.pipeline.options import CalibrateOptions, DataOptions, MeasurementOptions, ModelOptions, SearchOptions
+from kvtuner.pipeline.planning.plan_options import PlanOptions
 
 READ: list[tuple[type, str, Any, Any]] = [
     (SearchOptions, "time_limit", "10min", 600),
@@ -25,6 +26,10 @@ READ: list[tuple[type, str, Any, Any]] = [
     (EvalOptions, "lengths", (2048, 128), (128, 2048)),
     (EvalOptions, "lengths", "2k,128", (128, 2048)),
     (EvalOptions, "levels", "recall", ("recall",)),
+    (EvalOptions, "lengths", range(128, 256, 64), (128, 192)),
+    (EvalOptions, "against", (), ()),
+    (PlanOptions, "memory", "2TiB", 2 << 40),
+    (PlanOptions, "weights", 1400 << 30, 1400 << 30),
     (BenchOptions, "memory_bandwidth", 8e11, 8e11),
     (BenchOptions, "kv_memory", "4gib", 4 << 30),
     (EngineFlags, "kv_memory", 5e9, 5_000_000_000),
@@ -50,6 +55,7 @@ NEEDED: dict[type, dict[str, Any]] = {
     SearchOptions: {"budget": ("4bit",)},
     EvalOptions: {"profile": "p.json"},
     BenchOptions: {"profile": "p.json"},
+    PlanOptions: {"model": "demo", "gpu": "H100"},
 }
 
 
