@@ -64,8 +64,10 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
         # What 160 registers do not hold is kept in memory around the loop; sm_100 reads three of them in it at K8V4.
         assert row["loop_spills"] <= 3 * (row["arch"] == 100), row
         assert row["shared_stores"] <= 4, row  # scales alone, with some compilers; codes would be dozens
-        # Halfwords of third bytes are copied for the lower half of units and for the upper, with zeros for the other.
-        bits = sum({3: 6}.get(row[name], row[name]) for name in ("k_bits", "v_bits"))
+        # Each unit copies the halfword of its third byte; in tiles of keys of two heads each half does, with zeros for
+        # the other half.
+        of_keys = {3: 4 if row["launch_row"]["heads"] == 1 else 6}.get(row["k_bits"], row["k_bits"])
+        bits = of_keys + {3: 4}.get(row["v_bits"], row["v_bits"])
         code_bytes = row["launch_row"]["tokens"] * row["launch_row"]["heads"] * row["head_dim"] * bits // 8
         assert row["async_copies_16B"] == code_bytes // (16 * 32 * row["launch_row"]["warps"]), row
 
