@@ -337,21 +337,6 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(
     assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("--nested", "--sampler", "none"), ("--keep", "0:K8V8")], ids=["unclear", "nested", "keep"]
-)
-def test_a_uniform_that_may_not_be_better_takes_no_place(
-    search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
-) -> None:
-    from kvtuner.evaluation.statistics import Interval
-    from kvtuner.pipeline.stages import baseline_comparison
-
-    real, low = baseline_comparison.kl_difference, 0.5 if flags else 0.0
-    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *of: Interval(max(real(*of).mean, low), low, 2.0))
-    flags = ("--budget", "4bit", "--sequences", "2,2,6", *flags)
-    assert search(tmp_path / "run", *flags, trials=2)["uniform_winner"] is None
-
-
 def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
     run_search: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
