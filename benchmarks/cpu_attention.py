@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 PAGE: Final = """# Attention on a processor
 
 [docs/processor.md](../../docs/processor.md) says what this shows. Two virtual cores of an EPYC of the fourth generation
-(Zen 4), which others used meanwhile. 8 KV heads, GQA 4, 128 channels, one scale for a head, medians.
+(Zen 4). 8 KV heads, GQA 4, 128 channels, one scale for a head, medians.
 
     {command}
 
