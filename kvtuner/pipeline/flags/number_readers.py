@@ -29,18 +29,12 @@ def whole_number(text: str) -> int:
 
 def positive(text: str) -> int:
     """A count of at least 1."""
-    value = whole_number(text)
-    if value < 1:
-        raise OptionError(f"must be at least 1, not {value}")
-    return value
+    return _at_least(1, whole_number(text))
 
 
 def from_zero(text: str) -> int:
     """A count of at least 0."""
-    value = whole_number(text)
-    if value < 0:
-        raise OptionError(f"must be at least 0, not {value}")
-    return value
+    return _at_least(0, whole_number(text))
 
 
 def several(text: str) -> int:
@@ -53,10 +47,7 @@ def several(text: str) -> int:
 
 def token_count(text: str) -> int:
     """A count of tokens of at least 1; ``32k`` is 32 * 1024."""
-    value = tokens_from_zero(text)
-    if value < 1:
-        raise OptionError(f"must be at least 1, not {value}")
-    return value
+    return _at_least(1, tokens_from_zero(text))
 
 
 def tokens_from_zero(text: str) -> int:
@@ -162,3 +153,9 @@ def counts(text: str) -> tuple[int, ...]:
 def token_counts(text: str) -> tuple[int, ...]:
     """Counts of tokens between commas, ascending, each once."""
     return tuple(sorted({token_count(part) for part in text.split(",")}))
+
+
+def _at_least(least: int, value: int) -> int:
+    if value < least:
+        raise OptionError(f"must be at least {least}, not {value}")
+    return value
